@@ -1,0 +1,105 @@
+"""Run Qwen3.5-family and other GGUF language models on ggml: `Engine.open("model.gguf")`.
+
+Names are imported when they are first used, so that importing the package stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyggml_dflash.api import Engine, EngineInfo, Score, TextStream
+    from pyggml_dflash.errors import (
+        BackendError,
+        Cancelled,
+        ContextFitError,
+        ContextOverflowError,
+        DamagedFileError,
+        DeviceMemoryError,
+        DflashError,
+        EngineClosed,
+        ModelFileError,
+        UnsupportedModelError,
+        UsageError,
+    )
+    from pyggml_dflash.options import EngineOptions, SamplingOptions
+    from pyggml_dflash.requests import (
+        GenerationRequest,
+        GenerationResult,
+        Progress,
+        TextPiece,
+        Timings,
+        TokenLogprob,
+        Usage,
+    )
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "api": ("Engine", "EngineInfo", "Score", "TextStream"),
+    "errors": (
+        "BackendError",
+        "Cancelled",
+        "ContextFitError",
+        "ContextOverflowError",
+        "DamagedFileError",
+        "DeviceMemoryError",
+        "DflashError",
+        "EngineClosed",
+        "ModelFileError",
+        "UnsupportedModelError",
+        "UsageError",
+    ),
+    "options": ("EngineOptions", "SamplingOptions"),
+    "requests": (
+        "GenerationRequest",
+        "GenerationResult",
+        "Progress",
+        "TextPiece",
+        "Timings",
+        "TokenLogprob",
+        "Usage",
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "BackendError",
+    "Cancelled",
+    "ContextFitError",
+    "ContextOverflowError",
+    "DamagedFileError",
+    "DeviceMemoryError",
+    "DflashError",
+    "Engine",
+    "EngineClosed",
+    "EngineInfo",
+    "EngineOptions",
+    "GenerationRequest",
+    "GenerationResult",
+    "ModelFileError",
+    "Progress",
+    "SamplingOptions",
+    "Score",
+    "TextPiece",
+    "TextStream",
+    "Timings",
+    "TokenLogprob",
+    "UnsupportedModelError",
+    "Usage",
+    "UsageError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,105 @@
+"""Every error the package raises, as one tree. Layer 0: knows nothing else of ours.
+
+    DflashError                     exit 1
+    ├── UsageError                  exit 2   a value was refused: also a ValueError
+    ├── ModelFileError              exit 3   missing, damaged or unsupported file
+    │   ├── DamagedFileError                 the bytes contradict themselves or are cut short
+    │   └── UnsupportedModelError            a sound file that this package cannot run
+    ├── ContextFitError             exit 4   the context asked for does not fit the devices
+    ├── ContextOverflowError        exit 4   this prompt does not fit the context
+    ├── DeviceMemoryError           exit 1   an allocation failed; the engine stays usable
+    ├── BackendError                exit 1   ggml reported a failure, or the library is missing
+    ├── EngineClosed                exit 1   use after close
+    └── Cancelled                   exit 130 the request was cancelled before it ended
+
+A class exists where a caller could act on it. The command line turns `exit_code` into its own.
+"""
+
+from __future__ import annotations
+
+
+def human_bytes(n: int) -> str:
+    """`n` bytes in the binary unit that keeps it readable: 1536 -> '1.5 KiB'."""
+    value, units = float(n), ("B", "KiB", "MiB", "GiB", "TiB")
+    for unit in units:
+        if abs(value) < 1024 or unit == units[-1]:
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+class DflashError(Exception):
+    """Base of every error that the package raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(DflashError, ValueError):
+    """A value was refused; the message quotes it and says what would work."""
+
+    exit_code = 2
+
+
+class ModelFileError(DflashError):
+    """A model file cannot be used."""
+
+    exit_code = 3
+
+
+class DamagedFileError(ModelFileError):
+    """The file is cut short or contradicts itself."""
+
+
+class UnsupportedModelError(ModelFileError):
+    """The file is sound, but describes something that this package cannot run."""
+
+
+class ContextFitError(DflashError):
+    """The context asked for does not fit the devices."""
+
+    exit_code = 4
+
+    def __init__(self, *, asked: int, fits: int, missing: int, device: str) -> None:
+        self.asked, self.fits, self.missing, self.device = asked, fits, missing, device
+        would = f"--max-ctx {fits} would fit" if fits else "no context would fit beside the weights"
+        super().__init__(f"context {asked} needs {human_bytes(missing)} more than {device} has free; {would}")
+
+
+class ContextOverflowError(DflashError):
+    """Prompt and answer together are longer than the context."""
+
+    exit_code = 4
+
+    def __init__(self, *, n_prompt: int, max_tokens: int | None, n_ctx: int) -> None:
+        self.n_prompt, self.max_tokens, self.n_ctx = n_prompt, max_tokens, n_ctx
+        asked = f"prompt of {n_prompt} tokens" + (f" and {max_tokens} to generate" if max_tokens else "")
+        super().__init__(
+            f"{asked} exceed the context of {n_ctx}; shorten the prompt, ask for fewer tokens, "
+            f"or open with a larger --max-ctx"
+        )
+
+
+class DeviceMemoryError(DflashError):
+    """A device had no room for an allocation; what was allocated before is intact."""
+
+    def __init__(self, *, what: str, wanted: int, free: int | None, device: str) -> None:
+        self.what, self.wanted, self.free, self.device = what, wanted, free, device
+        rest = "" if free is None else f", {human_bytes(free)} free"
+        super().__init__(f"{device}: no room for {what} ({human_bytes(wanted)} wanted{rest})")
+
+
+class BackendError(DflashError):
+    """ggml reported a failure, or its library cannot be loaded."""
+
+
+class EngineClosed(DflashError):
+    """The engine, or an object that belongs to it, was used after `close`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is closed")
+
+
+class Cancelled(DflashError):
+    """The request was cancelled before it ended."""
+
+    exit_code = 130

@@ -1,0 +1,98 @@
+"""What a caller submits and gets back, as frozen data. Layer 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pyggml_dflash.options import SamplingOptions, _check_int, _refuse
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and how to continue it."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int | None = None  # None: up to the end of the context
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    stop: tuple[str, ...] = ()  # the answer ends before the earliest of these
+    logprobs: int | None = None  # alternatives reported per token, 0 for the chosen one only
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise _refuse("prompt", "", "it must have at least one token")
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, 100)
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise _refuse("stop", self.stop, "it must be a sequence of strings that are not empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probability of a chosen token under the model (before temperature and cuts)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the best alternatives, best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPiece:
+    """Text that became certain with one step: whole characters, never part of a stop string.
+
+    `tokens` are those decoded since the last piece; their text may still be held back.
+    """
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # prompt tokens that were not computed again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds of one request by phase."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """The whole answer to a request."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    seed: int | None = None  # the seed in force; None when greedy
+    stop: str | None = None  # the stop string that ended the answer
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a long phase has come; `done` reaches `total`."""
+
+    phase: Literal["load", "prefill"]
+    done: int  # bytes when loading, tokens in prefill
+    total: int
+
+
+ProgressCallback = Callable[[Progress], None]

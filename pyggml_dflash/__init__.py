@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyggml_dflash.api import Engine, EngineInfo, Score, TextStream
+    from pyggml_dflash.api import DeviceInfo, Engine, EngineInfo, Score, TextStream, devices, inspect_model
     from pyggml_dflash.errors import (
         BackendError,
         Cancelled,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "api": ("Engine", "EngineInfo", "Score", "TextStream"),
+    "api": ("DeviceInfo", "Engine", "EngineInfo", "Score", "TextStream", "devices", "inspect_model"),
     "errors": (
         "BackendError",
         "Cancelled",
@@ -70,6 +70,7 @@ __all__ = [
     "ContextFitError",
     "ContextOverflowError",
     "DamagedFileError",
+    "DeviceInfo",
     "DeviceMemoryError",
     "DflashError",
     "Engine",
@@ -90,6 +91,8 @@ __all__ = [
     "Usage",
     "UsageError",
     "__version__",
+    "devices",
+    "inspect_model",
 ]
 
 

@@ -21,6 +21,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()  # the answer ends before the earliest of these
     logprobs: int | None = None  # alternatives reported per token, 0 for the chosen one only
     ignore_eos: bool = False
+    continues_text: bool = True  # the answer goes on where the prompt's text stops; False: a turn of its own
 
     def __post_init__(self) -> None:
         if not self.tokens:

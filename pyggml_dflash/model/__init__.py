@@ -1,0 +1,1 @@
+"""GGUF files, configurations, weights, and text to tokens and back. Layer 2."""

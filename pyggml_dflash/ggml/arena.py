@@ -1,0 +1,164 @@
+"""Long-lived tensors: a ggml context and the buffer behind it, and copies to and from NumPy. Layer 1."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyggml_dflash.errors import DeviceMemoryError
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ffi import CData, ffi, lib
+from pyggml_dflash.ggml.handle import Handle, check
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.tensor import Tensor
+
+DTYPES: dict[ElementType, npt.DTypeLike] = {
+    ElementType.F32: np.float32,
+    ElementType.F16: np.float16,
+    ElementType.I32: np.int32,
+    ElementType.I64: np.int64,
+}
+
+
+class Context(Handle):
+    """Room for tensor headers; their data lives elsewhere (`no_alloc`)."""
+
+    __slots__ = ("n_bytes",)
+
+    def __init__(self, n_tensors: int, graph_nodes: int = 0) -> None:
+        size = lib.ggml_tensor_overhead() * n_tensors
+        if graph_nodes:
+            size += lib.ggml_graph_overhead_custom(graph_nodes, False)
+        self.n_bytes = int(size)
+        params = ffi.new(
+            "struct ggml_init_params *", {"mem_size": size, "mem_buffer": ffi.NULL, "no_alloc": True}
+        )
+        super().__init__(lib.ggml_init(params[0]), lib.ggml_free)
+
+
+class Buffer(Handle):
+    """A piece of memory of one buffer type."""
+
+    __slots__ = ()
+
+    def __init__(self, ptr: CData, *parents: object) -> None:
+        super().__init__(ptr, lib.ggml_backend_buffer_free, *parents)
+
+
+class TensorArena:
+    """Tensors that are declared first and allocated together; closed as one.
+
+    `label` names the bytes in the ledger. `buffer_type` defaults to the backend's own.
+    """
+
+    def __init__(
+        self, backend: Backend, ledger: Ledger, label: str, *, n_tensors: int, buffer_type: CData = None
+    ) -> None:
+        self.backend, self.label = backend, label
+        self._ledger = ledger
+        self._buffer_type = backend.buffer_type if buffer_type is None else buffer_type
+        self._n_left = n_tensors
+        self.n_bytes = 0
+        self._stack = ExitStack()
+        self._context = Context(n_tensors)
+        self._stack.callback(self._context.close)
+
+    def declare(self, name: str, type: ElementType, *shape: int) -> Tensor:
+        """A tensor without memory; `allocate` or `place` gives it some."""
+        assert self._n_left > 0, "arena declared too small"
+        self._n_left -= 1
+        ne = ffi.new("int64_t[]", list(shape))
+        tensor = lib.ggml_new_tensor(self._context.ptr, int(type), len(shape), ne)
+        lib.ggml_set_name(tensor, name.encode()[:63])
+        return Tensor(tensor)
+
+    def measure(self) -> int:
+        """Bytes that `allocate` would take."""
+        return int(lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._context.ptr, self._buffer_type))
+
+    def allocate(self, *, zero: bool = False) -> None:
+        """Give every declared tensor memory; raises `DeviceMemoryError` and leaves nothing behind."""
+        wanted = self.measure()
+        device = self.backend.name
+        charge = self._ledger.charge(device, self.label, wanted)
+        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._context.ptr, self._buffer_type)
+        if buffer == ffi.NULL:
+            charge.release()
+            free = self._ledger.free(device, self.backend.memory_free())
+            raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device)
+        self._stack.callback(charge.release)
+        self._stack.callback(Buffer(buffer, self._context).close)
+        self.n_bytes = wanted
+        if zero:
+            lib.ggml_backend_buffer_clear(buffer, 0)
+
+    def close(self) -> None:
+        """Free the tensors; a second call does nothing."""
+        self._stack.close()
+
+
+class MappedArena:
+    """Tensors that lie in memory somebody else owns, such as a mapped file; host devices only."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], *, n_tensors: int) -> None:
+        self._memory = memory
+        self._base = ffi.cast("char *", ffi.from_buffer(memory))
+        self._context = Context(n_tensors)
+        self._buffer = Buffer(
+            lib.ggml_backend_cpu_buffer_from_ptr(self._base, memory.nbytes), self._context, memory
+        )
+        lib.ggml_backend_buffer_set_usage(self._buffer.ptr, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+
+    def place(self, name: str, type: ElementType, shape: tuple[int, ...], offset: int) -> Tensor:
+        """The tensor whose first byte lies `offset` bytes into the memory."""
+        ne = ffi.new("int64_t[]", list(shape))
+        tensor = lib.ggml_new_tensor(self._context.ptr, int(type), len(shape), ne)
+        lib.ggml_set_name(tensor, name.encode()[:63])
+        assert offset + lib.ggml_nbytes(tensor) <= self._memory.nbytes
+        check(lib.ggml_backend_tensor_alloc(self._buffer.ptr, tensor, self._base + offset), f"placing {name}")
+        return Tensor(tensor)
+
+    def close(self) -> None:
+        """Forget the tensors; the memory stays its owner's."""
+        self._buffer.close()
+        self._context.close()
+
+
+def host_view(tensor: Tensor) -> npt.NDArray[Any]:
+    """The elements of a contiguous host tensor as an array, without a copy, in NumPy's order."""
+    dtype = np.dtype(DTYPES[tensor.type])
+    flat = np.frombuffer(ffi.buffer(ffi.cast("char *", tensor.ptr.data), tensor.n_bytes), dtype)
+    return flat.reshape(tensor.shape[::-1])
+
+
+def write(tensor: Tensor, data: npt.NDArray[Any] | memoryview, offset: int = 0) -> None:
+    """Copy bytes into a tensor, `offset` bytes from its start; returns when they are there."""
+    source = ffi.from_buffer(data)
+    n_bytes = len(source)
+    assert offset + n_bytes <= tensor.n_bytes
+    lib.ggml_backend_tensor_set(tensor.ptr, source, offset, n_bytes)
+
+
+def read(tensor: Tensor) -> npt.NDArray[Any]:
+    """A copy of a contiguous tensor's elements, in NumPy's order (slowest dimension first)."""
+    data = np.empty(tensor.shape[::-1], DTYPES[tensor.type])
+    lib.ggml_backend_tensor_get(tensor.ptr, ffi.from_buffer(data), 0, data.nbytes)
+    return data
+
+
+def read_bytes(tensor: Tensor, offset: int, n_bytes: int) -> bytes:
+    """`n_bytes` of a tensor from byte `offset` on."""
+    data = bytearray(n_bytes)
+    lib.ggml_backend_tensor_get(tensor.ptr, ffi.from_buffer(data), offset, n_bytes)
+    return bytes(data)
+
+
+def zero(tensor: Tensor, offset: int = 0, n_bytes: int | None = None) -> None:
+    """Fill a tensor, or `n_bytes` from `offset` on, with zero bytes."""
+    lib.ggml_backend_tensor_memset(
+        tensor.ptr, 0, offset, tensor.n_bytes - offset if n_bytes is None else n_bytes
+    )

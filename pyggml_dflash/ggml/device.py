@@ -1,0 +1,203 @@
+"""Devices that ggml lists, their memory, and a backend (a stream) on one of them. Layer 1."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pyggml_dflash.errors import BackendError, UsageError
+from pyggml_dflash.ggml.ffi import CData, c_string, ffi, lib
+from pyggml_dflash.ggml.handle import Handle, check_pointer
+
+# ggml 0.25.3 executes AMX tile instructions on threads without a valid tile configuration, which
+# ends the process (llama.cpp issue 20824, pull request 26954); every batch above one row crashed.
+UNSAFE_LAYOUTS: Final = frozenset({"AMX"})
+
+DeviceKind = Literal["cpu", "gpu", "igpu", "accel", "meta"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """A piece of hardware as ggml lists it; memory in bytes at the time of asking."""
+
+    name: str
+    description: str
+    kind: DeviceKind
+    registry: str
+    memory_free: int
+    memory_total: int
+    is_host: bool
+
+
+def _kinds() -> dict[int, DeviceKind]:
+    return {
+        lib.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
+        lib.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
+        lib.GGML_BACKEND_DEVICE_TYPE_IGPU: "igpu",
+        lib.GGML_BACKEND_DEVICE_TYPE_ACCEL: "accel",
+        lib.GGML_BACKEND_DEVICE_TYPE_META: "meta",
+    }
+
+
+def host_memory() -> tuple[int, int]:
+    """(free, total) bytes of the system: what the kernel calls available, within a cgroup limit.
+
+    ggml's CPU device reports its total as free, so it is not asked.
+    """
+    free = total = 0
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        total = int(fields["MemTotal"].split()[0]) * 1024
+    else:
+        names = os.sysconf_names
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        free = os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in names else total
+    limit, used = _cgroup_limit()
+    if limit is not None:
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return free, total
+
+
+def _cgroup_limit() -> tuple[int | None, int]:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None, 0
+    reclaimable = int(stat.get("inactive_file", 0))
+    return (None, 0) if limit == "max" else (int(limit), max(0, used - reclaimable))
+
+
+def _info(dev: CData) -> DeviceInfo:
+    kind = _kinds().get(lib.ggml_backend_dev_type(dev), "accel")
+    if kind == "cpu":
+        free, total = host_memory()
+    else:
+        sizes = ffi.new("size_t[2]")
+        lib.ggml_backend_dev_memory(dev, sizes, sizes + 1)
+        free, total = int(sizes[0]), int(sizes[1])
+    return DeviceInfo(
+        name=c_string(lib.ggml_backend_dev_name(dev)),
+        description=c_string(lib.ggml_backend_dev_description(dev)).strip(),
+        kind=kind,
+        registry=c_string(lib.ggml_backend_reg_name(lib.ggml_backend_dev_backend_reg(dev))),
+        memory_free=free,
+        memory_total=total,
+        is_host=bool(lib.ggml_backend_buft_is_host(lib.ggml_backend_dev_buffer_type(dev))),
+    )
+
+
+def devices() -> tuple[DeviceInfo, ...]:
+    """Every device of this build, in ggml's order, with its memory now."""
+    return tuple(_info(lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count()))
+
+
+def backend_features() -> dict[str, dict[str, str]]:
+    """What each back end of this build was compiled with, as ggml tells: {'CPU': {'AVX2': '1'}}."""
+    found: dict[str, dict[str, str]] = {}
+    for i in range(lib.ggml_backend_reg_count()):
+        registry = lib.ggml_backend_reg_get(i)
+        features = found.setdefault(c_string(lib.ggml_backend_reg_name(registry)), {})
+        address = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_get_features")
+        if address == ffi.NULL:
+            continue
+        entry = ffi.cast("ggml_backend_get_features_t", address)(registry)
+        while entry != ffi.NULL and entry.name != ffi.NULL:
+            features[c_string(entry.name)] = c_string(entry.value)
+            entry += 1
+    return found
+
+
+def choose_device(name: str | None) -> DeviceInfo:
+    """The device called `name` (any case), or the first GPU, or the CPU.
+
+    An unknown name raises `UsageError` with the names that exist.
+    """
+    present = devices()
+    if name is not None:
+        for device in present:
+            if device.name.lower() == name.lower():
+                return device
+        names = ", ".join(d.name for d in present)
+        raise UsageError(f"device is {name!r}; this build has {names}")
+    for kind in ("gpu", "igpu", "cpu"):
+        for device in present:
+            if device.kind == kind:
+                return device
+    raise BackendError("ggml lists no device that can compute")
+
+
+def physical_cores() -> int:
+    """Cores this process may run on, hyper-threads counted once."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    seen: set[tuple[str, str]] = set()
+    for cpu in allowed:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            package = (topology / "physical_package_id").read_text().strip()
+            seen.add((package, (topology / "core_id").read_text().strip()))
+        except OSError:
+            return len(allowed)
+    return max(1, len(seen))
+
+
+class Backend(Handle):
+    """A stream of work on one device. Freed last of all native objects."""
+
+    __slots__ = ("_device", "info", "n_threads")
+
+    def __init__(self, info: DeviceInfo, *, threads: int | None = None) -> None:
+        device = check_pointer(lib.ggml_backend_dev_by_name(info.name.encode()), f"device {info.name}")
+        super().__init__(lib.ggml_backend_dev_init(device, ffi.NULL), lib.ggml_backend_free)
+        self._device = device
+        self.info = info
+        self.n_threads = threads or physical_cores()
+        if info.kind == "cpu":
+            lib.ggml_backend_cpu_set_n_threads(self.ptr, self.n_threads)
+
+    @property
+    def name(self) -> str:
+        """The device's name, the key of the ledger."""
+        return self.info.name
+
+    @property
+    def is_host(self) -> bool:
+        """True if tensors of this backend are plain memory of this process."""
+        return self.info.is_host
+
+    @property
+    def buffer_type(self) -> CData:
+        """Where tensors of this backend are allocated by default."""
+        return lib.ggml_backend_dev_buffer_type(self._device)
+
+    @property
+    def device(self) -> CData:
+        """ggml's device, for questions about what it supports."""
+        return self._device
+
+    def extra_buffer_types(self) -> tuple[CData, ...]:
+        """Buffer types in which the device keeps weights in a layout of its own, best first."""
+        registry = lib.ggml_backend_dev_backend_reg(self._device)
+        address = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+        if address == ffi.NULL:
+            return ()
+        listed = ffi.cast("ggml_backend_dev_get_extra_bufts_t", address)(self._device)
+        found: list[CData] = []
+        while listed != ffi.NULL and listed[len(found)] != ffi.NULL:
+            found.append(listed[len(found)])
+        return tuple(b for b in found if c_string(lib.ggml_backend_buft_name(b)) not in UNSAFE_LAYOUTS)
+
+    def memory_free(self) -> int:
+        """Free bytes now, as the driver (or the system, for the CPU) tells."""
+        return _info(self._device).memory_free
+
+    def synchronize(self) -> None:
+        """Wait for all queued work."""
+        lib.ggml_backend_synchronize(self.ptr)

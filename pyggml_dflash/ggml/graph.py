@@ -1,0 +1,170 @@
+"""Graphs that run: their memory, their fixed inputs, and measuring them without memory. Layer 1."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyggml_dflash.errors import DeviceMemoryError
+from pyggml_dflash.ggml.arena import DTYPES, TensorArena, host_view
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ffi import CData, ffi, lib
+from pyggml_dflash.ggml.handle import Handle, check
+from pyggml_dflash.ggml.ledger import Charge, Ledger
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import Tensor
+
+
+def measure_graph(backend: Backend, builder: GraphBuilder) -> int:
+    """Bytes of compute memory that the graph would need, without allocating them."""
+    allocator = lib.ggml_gallocr_new(backend.buffer_type)
+    sizes = ffi.new("size_t[1]")
+    try:
+        lib.ggml_gallocr_reserve_n_size(allocator, builder.graph, ffi.NULL, ffi.NULL, sizes)
+    finally:
+        lib.ggml_gallocr_free(allocator)
+    return int(sizes[0])
+
+
+class GraphAllocator(Handle):
+    """Compute memory of one backend, shared by graphs that never run at the same time.
+
+    It grows when a graph needs more and charges the ledger for what it holds. Graphs placed earlier
+    must not run again after it has grown or placed another one.
+    """
+
+    __slots__ = ("_backend", "_charge", "_ledger", "label")
+
+    def __init__(self, backend: Backend, ledger: Ledger, label: str) -> None:
+        super().__init__(lib.ggml_gallocr_new(backend.buffer_type), lib.ggml_gallocr_free, backend)
+        self._backend, self._ledger, self.label = backend, ledger, label
+        self._charge: Charge | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held now."""
+        return int(lib.ggml_gallocr_get_buffer_size(self.ptr, 0))
+
+    def place(self, builder: GraphBuilder) -> None:
+        """Give every node of the graph its address; raises `DeviceMemoryError` if there is no room."""
+        device, held = self._backend.name, self.n_bytes
+        wanted = measure_graph(self._backend, builder) if device in self._ledger.caps else 0
+        self._ledger.charge(device, self.label, max(0, wanted - held)).release()
+        if not lib.ggml_gallocr_alloc_graph(self.ptr, builder.graph):
+            wanted = measure_graph(self._backend, builder)
+            free = self._ledger.free(device, self._backend.memory_free())
+            raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device)
+        if self.n_bytes != held or self._charge is None:
+            self._release_charge()
+            self._charge = self._ledger.charge(device, self.label, self.n_bytes)
+
+    def _release_charge(self) -> None:
+        if self._charge is not None:
+            self._charge.release()
+            self._charge = None
+
+    def close(self) -> None:
+        """Free the memory; graphs placed in it must not run again."""
+        self._release_charge()
+        super().close()
+
+
+class Input:
+    """One input of a graph: a device tensor and an array that is copied into it before a run.
+
+    On a host device the array is the tensor's own memory and nothing is copied.
+    """
+
+    __slots__ = ("_backend", "_raw", "_shared", "array", "tensor")
+
+    def __init__(self, backend: Backend, tensor: Tensor) -> None:
+        self._backend, self.tensor = backend.ptr, tensor
+        self._shared = tensor.is_host
+        if self._shared:
+            self.array: npt.NDArray[Any] = host_view(tensor).reshape(-1)
+        else:
+            self.array = np.zeros(int(np.prod(tensor.shape)), DTYPES[tensor.type])
+        self._raw: CData = ffi.from_buffer("char[]", self.array)
+
+    def upload(self, start: int, stop: int) -> None:
+        """Make elements [start, stop) of the array visible to work queued from now on."""
+        if not self._shared:
+            size = self.array.itemsize
+            lib.ggml_backend_tensor_set_async(
+                self._backend, self.tensor.ptr, self._raw + start * size, start * size, (stop - start) * size
+            )
+
+
+class InputArena:
+    """The flat input tensors of a family of graphs, at addresses that never change."""
+
+    def __init__(
+        self, backend: Backend, ledger: Ledger, label: str, sizes: dict[str, tuple[ElementType, int]]
+    ) -> None:
+        with ExitStack() as stack:
+            arena = TensorArena(backend, ledger, label, n_tensors=len(sizes))
+            stack.callback(arena.close)
+            tensors = {name: arena.declare(name, type, n) for name, (type, n) in sizes.items()}
+            arena.allocate(zero=True)
+            for tensor in tensors.values():
+                lib.ggml_set_input(tensor.ptr)
+            self._inputs = {name: Input(backend, tensor) for name, tensor in tensors.items()}
+            self.n_bytes = arena.n_bytes
+            self._stack = stack.pop_all()
+
+    def __getitem__(self, name: str) -> Input:
+        return self._inputs[name]
+
+    def close(self) -> None:
+        """Free the tensors and arrays."""
+        self._inputs.clear()
+        self._stack.close()
+
+
+class StepGraph:
+    """A graph that is placed and can run any number of times; reads its outputs into fixed arrays.
+
+    `outputs` are contiguous tensors marked as outputs. `run` returns each as rows [n, shape[0]], in
+    arrays that the next run overwrites.
+    """
+
+    def __init__(
+        self, backend: Backend, builder: GraphBuilder, outputs: tuple[Tensor, ...], allocator: GraphAllocator
+    ) -> None:
+        allocator.place(builder)
+        self._backend = backend
+        self._builder = builder
+        self._compute = lib.ggml_backend_graph_compute_async
+        self._get = lib.ggml_backend_tensor_get_async
+        self._synchronize = lib.ggml_backend_synchronize
+        self._stream, self._graph = backend.ptr, builder.graph
+        self._reads: list[tuple[CData, CData, int]] = []
+        arrays: list[npt.NDArray[Any]] = []
+        for tensor in outputs:
+            if tensor.is_host:
+                arrays.append(host_view(tensor).reshape(-1, tensor.shape[0]))
+                continue
+            array = np.empty((tensor.n_elements // tensor.shape[0], tensor.shape[0]), DTYPES[tensor.type])
+            self._reads.append((tensor.ptr, ffi.from_buffer(array), array.nbytes))
+            arrays.append(array)
+        self._arrays = tuple(arrays)
+
+    def run(self) -> tuple[npt.NDArray[Any], ...]:
+        """Compute, wait, and return the outputs."""
+        stream = self._stream
+        status = self._compute(stream, self._graph)
+        for tensor, target, n_bytes in self._reads:
+            self._get(stream, tensor, target, 0, n_bytes)
+        self._synchronize(stream)
+        if status:
+            check(status, "graph compute")
+        return self._arrays
+
+    def close(self) -> None:
+        """Free the graph's headers; its memory belongs to the allocator."""
+        self._arrays = ()
+        self._builder.close()

@@ -1,0 +1,272 @@
+"""The operations that our models are built from, over one graph under construction. Layer 1.
+
+Shapes in docstrings are ggml's: fastest dimension first. No method allocates data: a graph's
+memory comes from its allocator, inputs and weights bring their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyggml_dflash.errors import BackendError
+from pyggml_dflash.ggml.arena import Context
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ffi import CData, ffi, lib
+from pyggml_dflash.ggml.tensor import Tensor
+
+Supports = Callable[[Tensor], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeParams:
+    """Arguments of the rotary embedding in ggml's terms (mode 0: adjacent pairs, 2: halves)."""
+
+    n_dims: int
+    mode: int
+    freq_base: float
+    freq_scale: float = 1.0
+    n_ctx_orig: int = 0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+class GraphBuilder:
+    """One graph being built: owns its tensor headers and its list of nodes.
+
+    `max_nodes` bounds both; a builder that runs over raises before ggml would abort. `supports` tells
+    whether the device can run an operation; where it cannot, the few operations that have a
+    composition of others use it.
+    """
+
+    def __init__(self, max_nodes: int, supports: Supports | None = None) -> None:
+        self._supports = supports
+        self._context = Context(2 * max_nodes, max_nodes)
+        self._c = self._context.ptr
+        self._left = max_nodes
+        self.graph: CData = lib.ggml_new_graph_custom(self._c, max_nodes, False)
+
+    @property
+    def n_bytes(self) -> int:
+        """Host bytes of headers and node list."""
+        return self._context.n_bytes
+
+    @property
+    def n_nodes(self) -> int:
+        """Nodes added to the graph so far."""
+        return int(lib.ggml_graph_n_nodes(self.graph))
+
+    def close(self) -> None:
+        """Free headers and node list."""
+        self._context.close()
+
+    def _new(self, ptr: CData) -> Tensor:
+        self._left -= 1
+        if self._left < 16:  # ggml makes up to a few helper tensors per call and aborts when full
+            raise BackendError("the graph is larger than its builder was made for")
+        return Tensor(ptr)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Append `x` and what it depends on; the order of calls is the order of execution."""
+        lib.ggml_build_forward_expand(self.graph, x.ptr)
+        return x
+
+    def output(self, x: Tensor) -> Tensor:
+        """Keep `x` readable after the graph has run, and append it."""
+        lib.ggml_set_output(x.ptr)
+        return self.expand(x)
+
+    def named(self, x: Tensor, name: str) -> Tensor:
+        """Give `x` a name that tests and dumps can find."""
+        lib.ggml_set_name(x.ptr, name.encode()[:63])
+        return x
+
+    # arithmetic, element by element; the second operand is broadcast
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b."""
+        return self._new(lib.ggml_add(self._c, a.ptr, b.ptr))
+
+    def sub(self, a: Tensor, b: Tensor) -> Tensor:
+        """a - b."""
+        return self._new(lib.ggml_sub(self._c, a.ptr, b.ptr))
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """a * b."""
+        return self._new(lib.ggml_mul(self._c, a.ptr, b.ptr))
+
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        """a / b."""
+        return self._new(lib.ggml_div(self._c, a.ptr, b.ptr))
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor."""
+        return self._new(lib.ggml_scale(self._c, x.ptr, factor))
+
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """x limited to [low, high], in place."""
+        return self._new(lib.ggml_clamp(self._c, x.ptr, low, high))
+
+    def silu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(x)."""
+        return self._new(lib.ggml_silu(self._c, x.ptr))
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """1 / (1 + exp(-x))."""
+        return self._new(lib.ggml_sigmoid(self._c, x.ptr))
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + exp(x))."""
+        return self._new(lib.ggml_softplus(self._c, x.ptr))
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        return self._new(lib.ggml_swiglu_split(self._c, gate.ptr, up.ptr))
+
+    # rows and normalisation
+
+    def rms_norm(self, x: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the fastest dimension."""
+        return self._new(lib.ggml_rms_norm(self._c, x.ptr, eps))
+
+    def soft_max(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """softmax(x * scale + mask) over the fastest dimension."""
+        mask_ptr = ffi.NULL if mask is None else mask.ptr
+        return self._new(lib.ggml_soft_max_ext(self._c, x.ptr, mask_ptr, scale, 0.0))
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        """Sum over the fastest dimension, which becomes 1."""
+        return self._new(lib.ggml_sum_rows(self._c, x.ptr))
+
+    def top_k(self, x: Tensor, k: int) -> Tensor:
+        """I32 [k, rows]: indices of the k largest of each row, best first."""
+        return self._new(lib.ggml_argsort_top_k(self._c, x.ptr, k))
+
+    def get_rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """F32 rows of `table` [n, rows] at I32 `ids`."""
+        return self._new(lib.ggml_get_rows(self._c, table.ptr, ids.ptr))
+
+    def set_rows(self, table: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """Write F32 `rows` into `table` at I64 `ids`, converting to its type."""
+        return self._new(lib.ggml_set_rows(self._c, table.ptr, rows.ptr, ids.ptr))
+
+    # matrices
+
+    def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
+        """w [in, out] times x [in, n]: F32 [out, n]."""
+        return self._new(lib.ggml_mul_mat(self._c, w.ptr, x.ptr))
+
+    def mul_mat_id(self, experts: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+        """Per row, the products with its chosen experts.
+
+        experts [in, out, n_expert], x [in, n_used or 1, n], ids I32 [n_used, n]: [out, n_used, n].
+        """
+        return self._new(lib.ggml_mul_mat_id(self._c, experts.ptr, x.ptr, ids.ptr))
+
+    def accumulate_f32(self, x: Tensor) -> Tensor:
+        """Ask for single-precision accumulation in the operation that made `x`."""
+        lib.ggml_prec_set_acc(x.ptr, lib.GGML_PREC_F32)
+        return x
+
+    # shape
+
+    def reshape(self, x: Tensor, *shape: int) -> Tensor:
+        """The same elements of a contiguous tensor under another shape of up to four dimensions."""
+        ne = (*shape, 1, 1, 1)[:4]
+        if len(shape) <= 2:
+            return self._new(lib.ggml_reshape_2d(self._c, x.ptr, ne[0], ne[1]))
+        if len(shape) == 3:
+            return self._new(lib.ggml_reshape_3d(self._c, x.ptr, *ne[:3]))
+        return self._new(lib.ggml_reshape_4d(self._c, x.ptr, *ne))
+
+    def view(self, x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+        """A window into `x`: up to four dimensions, byte strides of all but the fastest, byte offset."""
+        c, p = self._c, x.ptr
+        if len(shape) == 1:
+            return self._new(lib.ggml_view_1d(c, p, shape[0], offset))
+        if len(shape) == 2:
+            return self._new(lib.ggml_view_2d(c, p, *shape, *strides, offset))
+        if len(shape) == 3:
+            return self._new(lib.ggml_view_3d(c, p, *shape, *strides, offset))
+        return self._new(lib.ggml_view_4d(c, p, *shape, *strides, offset))
+
+    def cont(self, x: Tensor) -> Tensor:
+        """A contiguous copy."""
+        return self._new(lib.ggml_cont(self._c, x.ptr))
+
+    def cont_2d(self, x: Tensor, n0: int, n1: int) -> Tensor:
+        """A contiguous copy under the shape [n0, n1]."""
+        return self._new(lib.ggml_cont_2d(self._c, x.ptr, n0, n1))
+
+    def permute(self, x: Tensor, a: int, b: int, c: int, d: int) -> Tensor:
+        """Dimension 0 becomes dimension `a`, 1 becomes `b`, and so on; no copy."""
+        return self._new(lib.ggml_permute(self._c, x.ptr, a, b, c, d))
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """Swap the two fastest dimensions; no copy."""
+        return self._new(lib.ggml_transpose(self._c, x.ptr))
+
+    def concat(self, a: Tensor, b: Tensor, dim: int) -> Tensor:
+        """`a`, then `b`, along dimension `dim`."""
+        return self._new(lib.ggml_concat(self._c, a.ptr, b.ptr, dim))
+
+    def copy(self, source: Tensor, target: Tensor) -> Tensor:
+        """Write `source` into `target` (same number of elements), converting to its type."""
+        return self._new(lib.ggml_cpy(self._c, source.ptr, target.ptr))
+
+    def cast(self, x: Tensor, type: ElementType) -> Tensor:
+        """A copy with another element type."""
+        return self._new(lib.ggml_cast(self._c, x.ptr, int(type)))
+
+    # attention and recurrence
+
+    def rope(self, x: Tensor, positions: Tensor, factors: Tensor | None, rope: RopeParams) -> Tensor:
+        """Rotate the first `rope.n_dims` of each head of x [head_dim, head, token] by I32 positions."""
+        factors_ptr = ffi.NULL if factors is None else factors.ptr
+        r = rope
+        scaling = (r.freq_base, r.freq_scale, r.ext_factor, r.attn_factor, r.beta_fast, r.beta_slow)
+        args = (x.ptr, positions.ptr, factors_ptr, r.n_dims, r.mode, r.n_ctx_orig, *scaling)
+        return self._new(lib.ggml_rope_ext(self._c, *args))
+
+    def flash_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Fused attention: q [d, token, head], k and v [d, n_kv, head_kv], F16 mask [n_kv, token].
+
+        Result [d, head, token]. Each group of head / head_kv query heads shares a key head.
+        """
+        out = lib.ggml_flash_attn_ext(self._c, q.ptr, k.ptr, v.ptr, mask.ptr, scale, 0.0, 0.0)
+        lib.ggml_prec_set_acc(out, lib.GGML_PREC_F32)
+        return self._new(out)
+
+    def ssm_conv(self, x: Tensor, taps: Tensor) -> Tensor:
+        """Causal convolution per channel: x [taps - 1 + token, channel], taps [taps, channel].
+
+        Result [channel, token].
+        """
+        out = self._new(lib.ggml_ssm_conv(self._c, x.ptr, taps.ptr))
+        if self._supports is None or self._supports(out):
+            return out
+        n_taps, n_channel = taps.shape[0], taps.shape[1]
+        n_token = x.shape[0] - n_taps + 1
+        total: Tensor | None = None
+        for i in range(n_taps):
+            rows = self.view(x, (n_token, n_channel), (x.strides[1],), 4 * i)
+            term = self.mul(rows, self.view(taps, (1, n_channel), (taps.strides[1],), 4 * i))
+            total = term if total is None else self.add(total, term)
+        assert total is not None
+        return self.cont(self.transpose(total))
+
+    def gated_delta_net(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, n_states: int = 1
+    ) -> Tensor:
+        """Gated delta rule over a run of tokens.
+
+        q, k [d, head_k, token, seq] with unit rows; v [d, head_v, token, seq]; decay (log) and beta
+        [1, head_v, token, seq]; state [d, d, head_v, seq]. Result [d * head_v, token * seq + n_states
+        * d * seq]: outputs, then `n_states` states, newest first. Value head n reads key head
+        n mod head_k.
+        """
+        return self._new(
+            lib.ggml_gated_delta_net(self._c, q.ptr, k.ptr, v.ptr, decay.ptr, beta.ptr, state.ptr, n_states)
+        )

@@ -1,0 +1,224 @@
+"""The weights of a model: which tensors it needs, and where they live once loaded. Layer 2.
+
+On a host device weights stay in the mapped file, or are copied into one of ggml's repacked layouts
+where that computes faster. On other devices they are uploaded; the embedding table stays mapped,
+since only a few of its rows are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError
+from pyggml_dflash.ggml.arena import MappedArena, TensorArena, write
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.gguf import GgufFile, TensorInfo
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.placement import WeightUse, buffer_type_name, can_compute, repacked_buffer_type
+from pyggml_dflash.ggml.tensor import Tensor
+
+MAPPED_ALIGNMENT: Final = 32  # bytes; ggml's kernels may assume it, and files with odd alignments exist
+UPLOAD_PIECE: Final = 16 * 2**20  # bytes between two progress reports
+HEAD: Final = "output.weight"
+EMBEDDING: Final = "token_embd.weight"
+
+LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that a forward uses: its name in the file, its shape, and what is done with it."""
+
+    name: str
+    shape: tuple[int, ...]
+    use: WeightUse
+    required: bool = True
+
+
+def matrix(name: str, n_in: int, n_out: int, *, required: bool = True) -> tuple[TensorSpec, ...]:
+    """A weight [n_in, n_out] with the companions a file may carry: a bias and a scalar scale."""
+    stem = name.removesuffix(".weight")
+    return (
+        TensorSpec(name, (n_in, n_out), "matmul", required),
+        TensorSpec(f"{stem}.bias", (n_out,), "vector", False),
+        TensorSpec(f"{stem}.scale", (1,), "vector", False),
+    )
+
+
+def vector(name: str, n: int, *, required: bool = True) -> TensorSpec:
+    """A row of single-precision numbers."""
+    return TensorSpec(name, (n,), "vector", required)
+
+
+def _same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Equal but for trailing ones."""
+    n = max(len(found), len(wanted))
+    return (*found, *[1] * (n - len(found))) == (*wanted, *[1] * (n - len(wanted)))
+
+
+def check_tensors(file: GgufFile, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+    """The specs that the file satisfies, by name; a missing or misshapen tensor raises."""
+    found: dict[str, TensorSpec] = {}
+    for spec in specs:
+        info = file.tensors.get(spec.name)
+        if info is None:
+            if spec.required:
+                raise DamagedFileError(
+                    f"{file.path}: tensor {spec.name!r} is missing; expected {list(spec.shape)}"
+                )
+            continue
+        if not _same_shape(info.shape, spec.shape):
+            raise DamagedFileError(
+                f"{file.path}: tensor {spec.name!r} has shape {list(info.shape)}; expected {list(spec.shape)}"
+            )
+        if spec.use == "vector" and info.type != ElementType.F32:
+            raise UnsupportedModelError(
+                f"{file.path}: tensor {spec.name!r} has type {info.type.label}; expected f32"
+            )
+        found[spec.name] = spec
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one tensor of the model goes."""
+
+    name: str  # in the model
+    source: TensorInfo  # in the file
+    spec: TensorSpec
+    kind: str  # 'mapped', 'uploaded', or the name of a repacked layout
+
+
+def place_weights(
+    file: GgufFile, specs: dict[str, TensorSpec], backend: Backend, *, repack: bool
+) -> list[Placement]:
+    """Decide where every tensor goes, from the table alone; a tied head reads the embedding table."""
+    wanted = dict(specs)
+    if HEAD not in wanted:
+        wanted[HEAD] = TensorSpec(HEAD, specs[EMBEDDING].shape, "matmul")
+    placements: list[Placement] = []
+    for name, spec in wanted.items():
+        info = file.tensors[name if name in specs else EMBEDDING]
+        in_place = spec.use == "rows" or (backend.is_host and info.offset % MAPPED_ALIGNMENT == 0)
+        kind = "mapped" if in_place else "uploaded"
+        if spec.use != "rows" or backend.is_host:
+            layout = repacked_buffer_type(backend, info.type, spec.shape, spec.use) if repack else None
+            if layout is not None:
+                kind = buffer_type_name(layout)
+            elif not can_compute(backend, info.type, spec.shape, spec.use):
+                what = f"tensor {info.name!r} of type {info.type.label}"
+                raise UnsupportedModelError(f"{file.path}: {backend.name} cannot compute with {what}")
+        placements.append(Placement(name, info, spec, kind))
+    return placements
+
+
+class LoadedWeights:
+    """Every tensor of a model, on its device; owns their memory. Layer code asks by name."""
+
+    def __init__(
+        self,
+        file: GgufFile,
+        placements: list[Placement],
+        backend: Backend,
+        ledger: Ledger,
+        progress: LoadProgress | None = None,
+    ) -> None:
+        self.file = file
+        self.n_bytes: dict[str, int] = {}
+        self._tensors: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            self._place_mapped(stack, [p for p in placements if p.kind == "mapped"], backend, ledger)
+            moved = [p for p in placements if p.kind != "mapped"]
+            arenas = self._declare(stack, moved, backend, ledger)
+            del arenas
+            self._fill(moved, progress)
+            self._stack = stack.pop_all()
+
+    def _place_mapped(
+        self, stack: ExitStack, mapped: list[Placement], backend: Backend, ledger: Ledger
+    ) -> None:
+        for part in sorted({p.source.part for p in mapped}):
+            inside = [p for p in mapped if p.source.part == part]
+            arena = MappedArena(self.file.mapping(part), n_tensors=len(inside))
+            stack.callback(arena.close)
+            for p in inside:
+                self._tensors[p.name] = arena.place(p.name, p.source.type, p.spec.shape, p.source.offset)
+        n_bytes = sum(p.source.n_bytes for p in mapped)
+        self.n_bytes["mapped"] = n_bytes
+        if backend.is_host and n_bytes:
+            stack.callback(ledger.charge(backend.name, "weights (mapped)", n_bytes).release)
+
+    def _declare(
+        self, stack: ExitStack, moved: list[Placement], backend: Backend, ledger: Ledger
+    ) -> dict[str, TensorArena]:
+        layouts = {buffer_type_name(b): b for b in backend.extra_buffer_types()}
+        arenas: dict[str, TensorArena] = {}
+        for kind in sorted({p.kind for p in moved}):
+            inside = [p for p in moved if p.kind == kind]
+            label = "weights" if kind == "uploaded" else f"weights ({kind})"
+            arena = TensorArena(backend, ledger, label, n_tensors=len(inside), buffer_type=layouts.get(kind))
+            stack.callback(arena.close)
+            for p in inside:
+                self._tensors[p.name] = arena.declare(p.name, p.source.type, *p.spec.shape)
+            arena.allocate()
+            arenas[kind] = arena
+            self.n_bytes[kind] = arena.n_bytes
+        return arenas
+
+    def _fill(self, moved: list[Placement], progress: LoadProgress | None) -> None:
+        done, total = 0, sum(p.source.n_bytes for p in moved)
+        for p in moved:
+            data, tensor = self.file.data(p.source), self._tensors[p.name]
+            piece = UPLOAD_PIECE if p.kind == "uploaded" else p.source.n_bytes  # a layout takes whole tensors
+            for start in range(0, p.source.n_bytes, piece):
+                part = data[start : start + piece]
+                write(tensor, part, start)
+                done += len(part)
+                if progress is not None:
+                    progress(done, total)
+            self.file.forget(p.source)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor called `name`, or None if the file has none."""
+        return self._tensors.get(name)
+
+    def block(self, i: int) -> BlockWeights:
+        """The tensors of layer `i`, by the names they have after 'blk.I.'."""
+        return BlockWeights(self, f"blk.{i}.")
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        self._tensors.clear()
+        self._stack.close()
+
+
+class BlockWeights:
+    """The tensors whose names share a prefix; asks its `LoadedWeights`."""
+
+    __slots__ = ("_prefix", "_weights")
+
+    def __init__(self, weights: LoadedWeights, prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._prefix + name]
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor called `name`, or None if the file has none."""
+        return self._weights.get(self._prefix + name)
+
+    def linear(self, g: GraphBuilder, name: str, x: Tensor) -> Tensor:
+        """`name`.weight times x, with its scale and bias where the file has them."""
+        y = g.mul_mat(self[f"{name}.weight"], x)
+        scale, bias = self.get(f"{name}.scale"), self.get(f"{name}.bias")
+        if scale is not None:
+            y = g.mul(y, scale)
+        return y if bias is None else g.add(y, bias)

@@ -1,0 +1,25 @@
+"""The architectures that this package runs, by their name in a file. Layer 4."""
+
+from __future__ import annotations
+
+from pyggml_dflash.arch.base import Architecture
+from pyggml_dflash.arch.dense import LLAMA, QWEN3
+from pyggml_dflash.arch.qwen35 import Qwen35Architecture
+from pyggml_dflash.errors import UnsupportedModelError
+from pyggml_dflash.ggml.gguf import GgufFile
+
+ARCHITECTURES: dict[str, Architecture] = {
+    name: architecture for architecture in (Qwen35Architecture(), QWEN3, LLAMA) for name in architecture.names
+}
+
+
+def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
+    """The file's architecture name and what handles it; an unknown one raises with those known."""
+    name = file.get_str("general.architecture")
+    found = ARCHITECTURES.get(name)
+    if found is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModelError(
+            f"{file.path}: architecture {name!r} is not supported; supported: {known}"
+        )
+    return name, found

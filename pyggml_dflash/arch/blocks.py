@@ -1,0 +1,234 @@
+"""Building blocks that architectures share: norms, rotary attention, feed-forward, experts. Layer 4.
+
+Builders take tensors and return tensors. Shapes are ggml's, fastest dimension first; M is the number
+of rows (tokens) of the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyggml_dflash.arch.base import State, Step
+from pyggml_dflash.ggml.ops import GraphBuilder, RopeParams
+from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.model.config import DeltaNetConfig, ModelConfig, MoeConfig, RopeConfig
+from pyggml_dflash.model.weights import EMBEDDING, HEAD, BlockWeights, LoadedWeights
+
+# Smallest sum of chosen expert weights, as the reference models clamp it: the smallest normal F16.
+MIN_EXPERT_SUM = 6.103515625e-5
+
+
+def norm(g: GraphBuilder, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the fastest dimension, times `weight`."""
+    return g.mul(g.rms_norm(x, eps), weight)
+
+
+def embed(g: GraphBuilder, weights: LoadedWeights, step: Step) -> Tensor:
+    """F32 [n_embd, M]: rows of the embedding table, gathered here or before."""
+    if step.embeddings is not None:
+        return step.embeddings
+    assert step.tokens is not None
+    return g.get_rows(weights[EMBEDDING], step.tokens)
+
+
+def last_row(g: GraphBuilder, x: Tensor, step: Step) -> Tensor:
+    """The last row of x [n, M], or all rows, as the step's output asks."""
+    n_embd, n_tokens = x.shape[0], step.key.n_tokens
+    if step.key.output != "last" or n_tokens == 1:
+        return x
+    stride = x.strides[1]
+    return g.view(x, (n_embd, 1), (stride,), (n_tokens - 1) * stride)
+
+
+def head(g: GraphBuilder, weights: LoadedWeights, x: Tensor) -> Tensor:
+    """Logits [n_vocab, rows] of normalised rows."""
+    return g.mul_mat(weights[HEAD], x)
+
+
+def rope_params(rope: RopeConfig) -> RopeParams:
+    """The configuration in ggml's terms."""
+    scaled = rope.scaling != "none"
+    return RopeParams(
+        n_dims=rope.n_dims,
+        mode=0 if rope.pairs == "adjacent" else 2,
+        freq_base=rope.freq_base,
+        freq_scale=1.0 / rope.factor if scaled else 1.0,
+        n_ctx_orig=rope.n_ctx_orig,
+        ext_factor=1.0 if rope.scaling == "yarn" else 0.0,
+        attn_factor=rope.attn_factor,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """Keys and values of one layer, all slots: k and v [kv_dim, n_ctx, n_slots]."""
+
+    k: Tensor
+    v: Tensor
+    head_dim: int
+    n_head_kv: int
+
+    @classmethod
+    def of(cls, state: State, layer: int, config: ModelConfig) -> KVView:
+        """The cache of `layer`."""
+        return cls(state[f"blk.{layer}.k"], state[f"blk.{layer}.v"], config.head_dim, config.n_head_kv)
+
+    def write(self, g: GraphBuilder, k: Tensor, v: Tensor, rows: Tensor) -> None:
+        """Store new keys and values [head_dim, head_kv, M] at `rows`, counted over all slots."""
+        for cache, new in ((self.k, k), (self.v, v)):
+            width, n_ctx, n_slots, _ = cache.shape
+            flat = g.reshape(cache, width, n_ctx * n_slots)
+            g.expand(g.set_rows(flat, g.reshape(new, width, rows.shape[0]), rows))
+
+    def _read(self, g: GraphBuilder, cache: Tensor, step: Step) -> Tensor:
+        _, row, slot, _ = cache.strides
+        head = cache.type.row_bytes(self.head_dim)
+        shape = (self.head_dim, step.key.n_kv, self.n_head_kv)
+        return g.view(cache, shape, (row, head), step.key.slot * slot)
+
+    def keys(self, g: GraphBuilder, step: Step) -> Tensor:
+        """[head_dim, n_kv, head_kv] of the step's slot."""
+        return self._read(g, self.k, step)
+
+    def values(self, g: GraphBuilder, step: Step) -> Tensor:
+        """[head_dim, n_kv, head_kv] of the step's slot."""
+        return self._read(g, self.v, step)
+
+
+def attend(g: GraphBuilder, q: Tensor, cache: KVView, step: Step, scale: float) -> Tensor:
+    """Attention of q [head_dim, head, M] over the cache: [head_dim * head, M]."""
+    head_dim, n_head, n_tokens, _ = q.shape
+    q = g.permute(q, 0, 2, 1, 3)  # [head_dim, M, head]
+    keys, values = cache.keys(g, step), cache.values(g, step)
+    if step.flash_attn:
+        out = g.flash_attn(q, keys, values, step.mask, scale)
+        return g.reshape(out, head_dim * n_head, n_tokens)
+    scores = g.accumulate_f32(g.mul_mat(keys, q))  # [n_kv, M, head]
+    weights = g.soft_max(scores, step.mask, scale)
+    values = g.cont(g.transpose(values))  # [n_kv, head_dim, head_kv]
+    out = g.permute(g.mul_mat(values, weights), 0, 2, 1, 3)
+    return g.cont_2d(out, head_dim * n_head, n_tokens)
+
+
+def project_qkv(
+    g: GraphBuilder, w: BlockWeights, x: Tensor, config: ModelConfig, q_width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [q_width, head, M] and keys, values [head_dim, head_kv, M], fused in the file or not."""
+    n_tokens = x.shape[1]
+    h, hkv, d = config.n_head, config.n_head_kv, config.head_dim
+    if w.get("attn_qkv.weight") is None:
+        q = g.reshape(w.linear(g, "attn_q", x), q_width, h, n_tokens)
+        k = g.reshape(w.linear(g, "attn_k", x), d, hkv, n_tokens)
+        v = g.reshape(w.linear(g, "attn_v", x), d, hkv, n_tokens)
+        return q, k, v
+    qkv = w.linear(g, "attn_qkv", x)
+    row = qkv.strides[1]
+    q = g.view(qkv, (q_width, h, n_tokens), (4 * q_width, row), 0)
+    k = g.view(qkv, (d, hkv, n_tokens), (4 * d, row), 4 * q_width * h)
+    v = g.view(qkv, (d, hkv, n_tokens), (4 * d, row), 4 * (q_width * h + d * hkv))
+    return q, k, g.cont(v)
+
+
+def feed_forward(
+    g: GraphBuilder, w: BlockWeights, x: Tensor, prefix: str = "ffn", suffix: str = ""
+) -> Tensor:
+    """down(silu(gate x) * (up x)); a file may hold gate and up fused in `ffn_up`, gate first."""
+    gate_name, up_name, down_name = f"{prefix}_gate{suffix}", f"{prefix}_up{suffix}", f"{prefix}_down{suffix}"
+    if w.get(f"{gate_name}.weight") is not None:
+        return w.linear(g, down_name, g.swiglu(w.linear(g, gate_name, x), w.linear(g, up_name, x)))
+    both = w.linear(g, up_name, x)
+    width, n_tokens = both.shape[0] // 2, both.shape[1]
+    row = both.strides[1]
+    gate, up = (g.cont(g.view(both, (width, n_tokens), (row,), 4 * width * i)) for i in range(2))
+    return w.linear(g, down_name, g.swiglu(gate, up))
+
+
+def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tensor:
+    """Routed experts, weights renormalised over the chosen ones, plus the gated shared expert.
+
+    x [n_embd, M] -> [n_embd, M]; router arithmetic is F32.
+    """
+    n_embd, n_tokens = x.shape[0], x.shape[1]
+    probabilities = g.soft_max(w.linear(g, "ffn_gate_inp", x))  # [n_expert, M]
+    chosen = g.top_k(probabilities, moe.n_used)  # [n_used, M]
+    weights = g.get_rows(g.reshape(probabilities, 1, moe.n_expert, n_tokens), chosen)  # [1, n_used, M]
+    weights = g.reshape(weights, moe.n_used, n_tokens)
+    weights = g.div(weights, g.clamp(g.sum_rows(weights), MIN_EXPERT_SUM, float("inf")))
+    if moe.weight_scale not in (0.0, 1.0):
+        weights = g.scale(weights, moe.weight_scale)
+
+    rows = g.reshape(x, n_embd, 1, n_tokens)
+    hidden = _expert_hidden(g, w, rows, chosen, moe)
+    out = g.mul_mat_id(w["ffn_down_exps.weight"], hidden, chosen)  # [n_embd, n_used, M]
+    out = g.mul(out, g.reshape(weights, 1, moe.n_used, n_tokens))
+    stride, row = out.strides[1], out.strides[2]
+    total = g.view(out, (n_embd, n_tokens), (row,), 0)
+    for i in range(1, moe.n_used):
+        total = g.add(total, g.view(out, (n_embd, n_tokens), (row,), i * stride))
+    if moe.n_used == 1:
+        total = g.cont(total)
+    if moe.shared_ff_dim == 0:
+        return total
+    shared = feed_forward(g, w, x, suffix="_shexp")
+    gate = g.sigmoid(g.mul_mat(w["ffn_gate_inp_shexp.weight"], x))  # [1, M]
+    return g.add(total, g.mul(shared, gate))
+
+
+def _expert_hidden(g: GraphBuilder, w: BlockWeights, rows: Tensor, chosen: Tensor, moe: MoeConfig) -> Tensor:
+    """silu(gate) * up of the chosen experts: [ff_dim, n_used, M]."""
+    fused = w.get("ffn_gate_up_exps.weight")
+    if fused is None:
+        gate = g.mul_mat_id(w["ffn_gate_exps.weight"], rows, chosen)
+        return g.swiglu(gate, g.mul_mat_id(w["ffn_up_exps.weight"], rows, chosen))
+    both = g.mul_mat_id(fused, rows, chosen)  # [2 * ff_dim, n_used, M], gate first
+    shape = (moe.ff_dim, both.shape[1], both.shape[2])
+    strides = (both.strides[1], both.strides[2])
+    gate, up = (g.cont(g.view(both, shape, strides, 4 * moe.ff_dim * i)) for i in range(2))
+    return g.swiglu(gate, up)
+
+
+def unit_rows(g: GraphBuilder, x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the fastest dimension, with eps inside the root."""
+    n = x.shape[0]
+    return g.scale(g.rms_norm(x, eps / n), n**-0.5)
+
+
+def delta_net(
+    g: GraphBuilder, w: BlockWeights, x: Tensor, conv: Tensor, memory: Tensor, net: DeltaNetConfig, eps: float
+) -> Tensor:
+    """Gated DeltaNet over the M rows of one sequence, before its output projection: [value_dim, M].
+
+    `conv` [taps - 1, conv_dim] and `memory` [d, d, value head] are the sequence's state; both are
+    read, then overwritten with the state after the last row.
+    """
+    d, n_tokens, channels = net.head_dim, x.shape[1], net.conv_dim
+    mixed = w.linear(g, "attn_qkv", x)  # [conv_dim, M]
+    z = w.linear(g, "attn_gate", x)
+    beta = g.sigmoid(w.linear(g, "ssm_beta", x))
+    decay = g.softplus(g.add(w.linear(g, "ssm_alpha", x), w["ssm_dt.bias"]))
+    decay = g.mul(decay, w["ssm_a"])
+
+    window = g.concat(conv, g.transpose(mixed), 0)  # [taps - 1 + M, conv_dim]
+    tail = g.view(window, (net.n_taps - 1, channels), (window.strides[1],), 4 * n_tokens)
+    g.expand(g.copy(tail, conv))
+    y = g.silu(g.ssm_conv(window, w["ssm_conv1d.weight"]))  # [conv_dim, M]
+
+    row = y.strides[1]
+    q, k, v = (
+        g.view(y, (d, heads, n_tokens, 1), (4 * d, row, row * n_tokens), 4 * start)
+        for heads, start in (
+            (net.n_key_head, 0), (net.n_key_head, net.key_dim), (net.n_value_head, 2 * net.key_dim)
+        )
+    )  # fmt: skip
+    gates = (1, net.n_value_head, n_tokens, 1)
+    decay, beta = g.reshape(decay, *gates), g.reshape(beta, *gates)
+    out = g.gated_delta_net(unit_rows(g, q, eps), unit_rows(g, k, eps), v, decay, beta, memory)
+    rows_bytes = 4 * net.value_dim * n_tokens
+    g.expand(g.copy(g.view(out, (d * d * net.n_value_head,), (), rows_bytes), memory))
+
+    heads = (d, net.n_value_head, n_tokens)
+    rows = g.view(out, heads, (4 * d, 4 * net.value_dim), 0)
+    gated = g.mul(norm(g, rows, w["ssm_norm.weight"], eps), g.silu(g.reshape(z, *heads)))
+    return g.reshape(gated, net.value_dim, n_tokens)

@@ -1,0 +1,303 @@
+"""Qwen3.5 family, dense (`qwen35`) and with experts (`qwen35moe`). Layer 4.
+
+Three of four layers mix tokens with a gated delta net, whose state has a fixed size; the others are
+attention with a gate on the output. Value heads are tiled over key heads, as the files store them.
+An MTP block behind the trunk is checked and left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyggml_dflash.arch.base import State, StateLayout, StateTensor, Step
+from pyggml_dflash.arch.blocks import (
+    KVView,
+    attend,
+    delta_net,
+    embed,
+    experts,
+    feed_forward,
+    head,
+    last_row,
+    norm,
+    project_qkv,
+    rope_params,
+)
+from pyggml_dflash.arch.dense import ffn_specs, kv_tensors, outer_specs, qkv_specs
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.model.config import ConfigReader, DeltaNetConfig, ModelConfig, MoeConfig
+from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, matrix, vector
+
+NODES_PER_LAYER = 96
+
+
+def recurrent_layers(r: ConfigReader, n_layer: int, n_all: int) -> tuple[bool, ...]:
+    """Per trunk layer, whether it is a delta net: the file's list, else every layer but each k-th."""
+    key = r.key("attention.recurrent_layers")
+    if key in r.file.metadata:
+        listed = r.file.get_bools(key, n=n_all)
+        return tuple(listed[:n_layer])
+    interval = r.count("full_attention_interval", 4, high=1024)
+    return tuple((i + 1) % interval != 0 for i in range(n_layer))
+
+
+def delta_net_config(r: ConfigReader) -> DeltaNetConfig:
+    """The delta net's sizes, checked against each other."""
+    net = DeltaNetConfig(
+        head_dim=r.count("ssm.state_size", high=1024),
+        n_key_head=r.count("ssm.group_count", high=4096),
+        n_value_head=r.count("ssm.time_step_rank", high=4096),
+        n_taps=r.count("ssm.conv_kernel", low=2, high=64),
+    )
+    inner = r.count("ssm.inner_size")
+    r.demand(
+        inner == net.value_dim, f"{r.key('ssm.inner_size')} is {inner}; heads and sizes make {net.value_dim}"
+    )
+    r.demand(
+        net.n_value_head % net.n_key_head == 0,
+        f"{net.n_value_head} value heads cannot share {net.n_key_head} key heads evenly",
+    )
+    return net
+
+
+def moe_config(r: ConfigReader) -> MoeConfig:
+    """The experts' sizes."""
+    n_expert = r.count("expert_count", high=65536)
+    n_used = r.count("expert_used_count", high=n_expert)
+    n_ff = r.count("feed_forward_length", 0, low=0)
+    return MoeConfig(
+        n_expert=n_expert,
+        n_used=n_used,
+        ff_dim=r.count("expert_feed_forward_length", max(1, n_ff // n_used)),
+        shared_ff_dim=r.count("expert_shared_feed_forward_length", n_ff, low=0),
+        weight_scale=r.number("expert_weights_scale", 0.0, high=1e6),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen35Architecture:
+    """Hybrid decoder of gated delta nets and gated attention."""
+
+    names: tuple[str, ...] = ("qwen35", "qwen35moe")
+
+    def read_config(self, file: GgufFile, name: str) -> ModelConfig:
+        """The model's numbers, checked."""
+        r = ConfigReader(file, name)
+        n_head, n_head_kv, head_dim = r.heads()
+        n_all = r.count("block_count", high=1024)
+        n_mtp = r.count("nextn_predict_layers", 0, low=0, high=16)
+        r.demand(n_mtp < n_all, f"{n_mtp} MTP layers of {n_all} layers leave no trunk")
+        if "blk.0.attn_norm.weight" not in file.tensors and n_mtp:
+            raise r.unsupported(
+                "this file holds only an MTP block; it goes beside its target, not in its place"
+            )
+        self._check_sections(r)
+        moe = moe_config(r) if name == "qwen35moe" else None
+        return ModelConfig(
+            architecture=name,
+            n_layer=n_all - n_mtp,
+            n_mtp=n_mtp,
+            n_embd=r.count("embedding_length", high=2**20),
+            n_head=n_head,
+            n_head_kv=n_head_kv,
+            head_dim=head_dim,
+            n_ff=r.count("feed_forward_length") if moe is None else 0,
+            n_vocab=r.n_vocab(),
+            n_ctx_train=r.count("context_length", high=2**31 - 1),
+            norm_eps=r.number("attention.layer_norm_rms_epsilon", high=1.0),
+            attn_scale=r.attn_scale(head_dim),
+            rope=r.rope(head_dim, "halves"),
+            recurrent=recurrent_layers(r, n_all - n_mtp, n_all),
+            delta_net=delta_net_config(r),
+            moe=moe,
+        )
+
+    @staticmethod
+    def _check_sections(r: ConfigReader) -> None:
+        """Positions of text are the same in every section, so sections only have to make sense."""
+        key = r.key("rope.dimension_sections")
+        if key in r.file.metadata:
+            sections = r.file.get_ints(key)
+            r.demand(
+                len(sections) in (3, 4) and sum(sections) > 0,
+                f"{key} is {list(sections)}; expected 3 or 4 counts",
+            )
+
+    def tensors(self, config: ModelConfig, file: GgufFile) -> list[TensorSpec]:
+        """Every tensor that a forward may use; the MTP block is not among them."""
+        specs = outer_specs(config)
+        for i in range(config.n_layer):
+            prefix = f"blk.{i}."
+            specs += [
+                vector(f"{prefix}attn_norm.weight", config.n_embd),
+                vector(f"{prefix}post_attention_norm.weight", config.n_embd),
+                *(
+                    self._mixer_specs(prefix, config)
+                    if config.recurrent[i]
+                    else self._attention_specs(file, prefix, config)
+                ),
+                *(
+                    ffn_specs(file, prefix, config)
+                    if config.moe is None
+                    else self._moe_specs(file, prefix, config)
+                ),
+            ]
+        return specs
+
+    @staticmethod
+    def _attention_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+        return [
+            *qkv_specs(file, prefix, config, 2 * config.head_dim),
+            *(vector(f"{prefix}attn_{x}_norm.weight", config.head_dim) for x in "qk"),
+            *matrix(f"{prefix}attn_output.weight", config.head_dim * config.n_head, config.n_embd),
+        ]
+
+    @staticmethod
+    def _mixer_specs(prefix: str, config: ModelConfig) -> list[TensorSpec]:
+        net, n_embd = config.delta_net, config.n_embd
+        assert net is not None
+        return [
+            *matrix(f"{prefix}attn_qkv.weight", n_embd, net.conv_dim),
+            *matrix(f"{prefix}attn_gate.weight", n_embd, net.value_dim),
+            TensorSpec(f"{prefix}ssm_conv1d.weight", (net.n_taps, net.conv_dim), "vector"),
+            vector(f"{prefix}ssm_dt.bias", net.n_value_head),
+            vector(f"{prefix}ssm_a", net.n_value_head),
+            *matrix(f"{prefix}ssm_alpha.weight", n_embd, net.n_value_head),
+            *matrix(f"{prefix}ssm_beta.weight", n_embd, net.n_value_head),
+            vector(f"{prefix}ssm_norm.weight", net.head_dim),
+            *matrix(f"{prefix}ssm_out.weight", net.value_dim, n_embd),
+        ]
+
+    @staticmethod
+    def _moe_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+        moe, n_embd = config.moe, config.n_embd
+        assert moe is not None
+        n, ff = moe.n_expert, moe.ff_dim
+        specs = [*matrix(f"{prefix}ffn_gate_inp.weight", n_embd, n)]
+        if f"{prefix}ffn_gate_up_exps.weight" in file.tensors:
+            specs.append(TensorSpec(f"{prefix}ffn_gate_up_exps.weight", (n_embd, 2 * ff, n), "experts"))
+        else:
+            specs += [
+                TensorSpec(f"{prefix}ffn_{x}_exps.weight", (n_embd, ff, n), "experts") for x in ("gate", "up")
+            ]
+        specs.append(TensorSpec(f"{prefix}ffn_down_exps.weight", (ff, n_embd, n), "experts"))
+        if moe.shared_ff_dim:
+            shared = moe.shared_ff_dim
+            specs += [
+                TensorSpec(f"{prefix}ffn_gate_inp_shexp.weight", (n_embd, 1), "matmul"),
+                *matrix(f"{prefix}ffn_gate_shexp.weight", n_embd, shared),
+                *matrix(f"{prefix}ffn_up_shexp.weight", n_embd, shared),
+                *matrix(f"{prefix}ffn_down_shexp.weight", shared, n_embd),
+            ]
+        return specs
+
+    def state_layout(
+        self, config: ModelConfig, n_ctx: int, type_k: ElementType, type_v: ElementType
+    ) -> StateLayout:
+        """Keys and values of attention layers; convolution window and memory of delta nets, in F32."""
+        net = config.delta_net
+        assert net is not None
+        tensors = kv_tensors(config, n_ctx, type_k, type_v)
+        for i, recurrent in enumerate(config.recurrent):
+            if recurrent:
+                window, memory = (
+                    (net.n_taps - 1, net.conv_dim),
+                    (net.head_dim, net.head_dim, net.n_value_head),
+                )
+                tensors += [
+                    StateTensor(name=f"blk.{i}.conv", type=ElementType.F32, shape=window, grows=False),
+                    StateTensor(name=f"blk.{i}.memory", type=ElementType.F32, shape=memory, grows=False),
+                ]
+        return StateLayout(n_ctx=n_ctx, tensors=tuple(tensors))
+
+    def max_nodes(self, config: ModelConfig) -> int:
+        """An upper bound on the operations of one forward."""
+        extra = 0 if config.moe is None else 32 + 2 * config.moe.n_used
+        extra += 0 if config.delta_net is None else 5 * config.delta_net.n_taps  # a composed convolution
+        return (NODES_PER_LAYER + extra) * config.n_layer + 128
+
+    def build(
+        self, g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, step: Step
+    ) -> Tensor | None:
+        """Append a forward; see `Architecture.build`."""
+        x = embed(g, weights, step)
+        step.show("h_embed", x)
+        for i in range(config.n_layer):
+            w, last = weights.block(i), i == config.n_layer - 1
+            h = norm(g, x, w["attn_norm.weight"], config.norm_eps)
+            h = self._mixer(g, config, weights, i, h, state, step)
+            if last and step.key.output == "none":
+                return None  # the state is written; nothing reads the rest
+            step.show(f"h_mixer{i}", h)
+            if last:
+                x, h = last_row(g, x, step), last_row(g, h, step)
+            x = g.add(h, x)
+            h = norm(g, x, w["post_attention_norm.weight"], config.norm_eps)
+            h = feed_forward(g, w, h) if config.moe is None else experts(g, w, h, config.moe)
+            step.show(f"h_ffn{i}", h)
+            x = g.add(h, x)
+            step.show(f"h_layer{i}", x)
+        x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
+        step.show("h_final", x)
+        return head(g, weights, x)
+
+    def _mixer(
+        self,
+        g: GraphBuilder,
+        config: ModelConfig,
+        weights: LoadedWeights,
+        layer: int,
+        x: Tensor,
+        state: State,
+        step: Step,
+    ) -> Tensor:
+        w = weights.block(layer)
+        if not config.recurrent[layer]:
+            return w.linear(g, "attn_output", gated_attention(g, config, weights, layer, x, state, step))
+        net = config.delta_net
+        assert net is not None
+        slot = step.key.slot
+        conv = _slot_view(g, state[f"blk.{layer}.conv"], (net.n_taps - 1, net.conv_dim), slot)
+        memory = _slot_view(
+            g, state[f"blk.{layer}.memory"], (net.head_dim, net.head_dim, net.n_value_head), slot
+        )
+        return w.linear(g, "ssm_out", delta_net(g, w, x, conv, memory, net, config.norm_eps))
+
+
+def _slot_view(g: GraphBuilder, x: Tensor, shape: tuple[int, ...], slot: int) -> Tensor:
+    """One slot's part, of `shape`, of a recurrent F32 tensor whose slots lie one behind the other."""
+    strides = [4]
+    for n in shape:
+        strides.append(strides[-1] * n)
+    return g.view(x, shape, tuple(strides[1:-1]), slot * strides[-1])
+
+
+def gated_attention(
+    g: GraphBuilder,
+    config: ModelConfig,
+    weights: LoadedWeights,
+    layer: int,
+    x: Tensor,
+    state: State,
+    step: Step,
+) -> Tensor:
+    """Attention whose output is multiplied by sigmoid(gate), per head: [head_dim * head, M].
+
+    The query projection holds, head by head, the query rows and then the gate rows.
+    """
+    w, d, n_tokens = weights.block(layer), config.head_dim, x.shape[1]
+    both, k, v = project_qkv(g, w, x, config, 2 * d)  # [2 * head_dim, head, M]
+    shape, strides = (d, config.n_head, n_tokens), (both.strides[1], both.strides[2])
+    q, gate = g.view(both, shape, strides, 0), g.view(both, shape, strides, 4 * d)
+
+    params = rope_params(config.rope)
+    q = g.rope(norm(g, q, w["attn_q_norm.weight"], config.norm_eps), step.positions, None, params)
+    k = g.rope(norm(g, k, w["attn_k_norm.weight"], config.norm_eps), step.positions, None, params)
+    cache = KVView.of(state, layer, config)
+    cache.write(g, k, v, step.rows)
+    out = attend(g, q, cache, step, config.attn_scale)
+    gate = g.cont_2d(gate, d * config.n_head, n_tokens)
+    return g.mul(out, g.sigmoid(gate))

@@ -1,0 +1,62 @@
+"""Slots: room for one sequence each, and how far it has come. Layer 5.
+
+One arena holds every slot's state; the architecture's layout says which tensors. `n_past` moves only
+when a forward has completed.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from pyggml_dflash.arch.base import StateLayout
+from pyggml_dflash.ggml.arena import TensorArena, zero
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.tensor import Tensor
+
+
+class Slot:
+    """One sequence: `n_past` tokens are committed to its state."""
+
+    __slots__ = ("_table", "id", "n_past")
+
+    def __init__(self, table: SlotTable, id: int) -> None:
+        self._table, self.id, self.n_past = table, id, 0
+
+    def reset(self) -> None:
+        """Forget the sequence: the next one starts as in a fresh process."""
+        self.n_past = 0
+        self._table.clear_recurrent(self.id)
+
+    def commit(self, n_tokens: int) -> None:
+        """Count `n_tokens` whose forward has completed."""
+        self.n_past += n_tokens
+        assert self.n_past <= self._table.layout.n_ctx
+
+
+class SlotTable:
+    """State tensors of `n_slots` slots in one arena; zeroed when made, since masked rows are still read."""
+
+    def __init__(self, backend: Backend, ledger: Ledger, layout: StateLayout, n_slots: int) -> None:
+        self.layout = layout
+        with ExitStack() as stack:
+            arena = TensorArena(backend, ledger, "state", n_tensors=len(layout.tensors))
+            stack.callback(arena.close)
+            self.tensors: dict[str, Tensor] = {
+                t.name: arena.declare(t.name, t.type, *t.shape, n_slots) for t in layout.tensors
+            }
+            arena.allocate(zero=True)
+            self.n_bytes = arena.n_bytes
+            self._stack = stack.pop_all()
+        self.slots = tuple(Slot(self, i) for i in range(n_slots))
+
+    def clear_recurrent(self, slot: int) -> None:
+        """Zero the tensors of one slot that do not grow with the sequence."""
+        for t in self.layout.tensors:
+            if not t.grows:
+                zero(self.tensors[t.name], slot * t.n_bytes, t.n_bytes)
+
+    def close(self) -> None:
+        """Free the state."""
+        self.tensors.clear()
+        self._stack.close()

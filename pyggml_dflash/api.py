@@ -1,0 +1,369 @@
+"""The public face: `Engine` opens a model and generates text. Layer 7.
+
+Every method may be called from any thread. Native memory belongs to one thread inside the engine;
+calls are queued to it and answered in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pyggml_dflash.engine.loader import DEFAULT_MODEL, EngineInfo, Loaded, load
+from pyggml_dflash.engine.loop import EngineThread, RequestHandle
+from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
+from pyggml_dflash.options import Auto, EngineOptions, KVType, SamplingOptions, Switch
+from pyggml_dflash.requests import (
+    GenerationRequest,
+    GenerationResult,
+    ProgressCallback,
+    TextPiece,
+    TokenLogprob,
+)
+
+Prompt: TypeAlias = "str | Sequence[int]"
+Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Log-probabilities of a text under the model, token by token; the first token has none."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = field(repr=False)  # of tokens[1:]
+
+    @property
+    def logprob(self) -> float:
+        """Natural log of the whole text's probability, given its first token."""
+        return sum(t.logprob for t in self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability."""
+        return float(np.exp(-self.logprob / max(1, len(self.logprobs))))
+
+
+class TextStream(Iterator[TextPiece]):
+    """An answer while it is generated: iterate over pieces, then read `result`.
+
+    Leaving the loop early, or the `with` block, cancels the request; what was generated until then is
+    in `result`.
+    """
+
+    def __init__(self, handle: RequestHandle) -> None:
+        self._handle = handle
+
+    def __iter__(self) -> TextStream:
+        return self
+
+    def __next__(self) -> TextPiece:
+        piece = self._handle.next_piece()
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole answer; waits for its end. Raises what the request raised."""
+        return self._handle.result()
+
+    def cancel(self) -> None:
+        """Ask the engine to stop after the current step; pieces already made can still be read."""
+        self._handle.cancel()
+
+    def close(self) -> None:
+        """Cancel, and wait until the engine has let go of the request."""
+        self._handle.cancel()
+        self._handle.wait()
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._handle.cancel()
+
+
+class Engine:
+    """A loaded model. Use as a context manager, or call `close`.
+
+    Open one with `Engine.open("model.gguf", max_ctx=8192)`, or with `Engine(EngineOptions(...))`.
+    Opening raises `ModelFileError`, `ContextFitError`, `DeviceMemoryError` or `UsageError`, each before
+    anything is left allocated.
+    """
+
+    def __init__(
+        self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
+    ) -> None:
+        self.options = options or EngineOptions()
+        self._thread = EngineThread()
+        self._loaded: Loaded = self._thread.start(lambda report: load(self.options, report), progress)
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path | None = None,
+        *,
+        max_ctx: int | None = None,
+        chunk: int | Auto = "auto",
+        device: str | None = None,
+        threads: int | None = None,
+        cache_type_k: KVType = "f16",
+        cache_type_v: KVType = "f16",
+        flash_attn: Switch = "auto",
+        repack: Switch = "auto",
+        nfc: bool = True,
+        progress: ProgressCallback | None = None,
+    ) -> Engine:
+        """Load a model; without one, the small model that ships with the package.
+
+        Arguments are the fields of `EngineOptions`. `progress` is called on the engine's thread while
+        weights load and prompts are read.
+        """
+        options = EngineOptions(
+            model=None if model is None else Path(model),
+            max_ctx=max_ctx,
+            chunk=chunk,
+            device=device,
+            threads=threads,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            flash_attn=flash_attn,
+            repack=repack,
+            nfc=nfc,
+        )
+        return cls(options, progress=progress)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was opened and what was chosen where an option said 'auto'."""
+        return self._loaded.info
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        ignore_eos: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> TextStream:
+        """Continue a text or token ids, piece by piece.
+
+        Raises `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
+        """
+        request = self._request(prompt, max_tokens, sampling, stop, logprobs, ignore_eos=ignore_eos)
+        return TextStream(self._thread.submit(request, progress))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        ignore_eos: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> GenerationResult:
+        """Continue a text or token ids and return the whole answer."""
+        with self.stream(
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            logprobs=logprobs,
+            ignore_eos=ignore_eos,
+            progress=progress,
+        ) as stream:
+            return stream.result
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        ignore_eos: bool = False,
+    ) -> AsyncIterator[TextPiece]:
+        """`stream` for asyncio: the event loop stays free; leaving the loop early cancels."""
+        prepare = partial(self._request, ignore_eos=ignore_eos)
+        request = await asyncio.to_thread(prepare, prompt, max_tokens, sampling, stop, logprobs)
+        handle = self._thread.submit(request, None, loop=asyncio.get_running_loop())
+        try:
+            while (piece := await handle.next_piece_async()) is not None:
+                yield piece
+        finally:
+            handle.cancel()
+
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt that the model's chat template makes of `messages`."""
+        template = self._loaded.template
+        return template.render(
+            messages, tools=tools, reasoning=reasoning, add_generation_prompt=add_generation_prompt
+        )
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning: bool | None = None,
+        max_tokens: int | None = None,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> TextStream:
+        """Answer a conversation, piece by piece.
+
+        The rendered prompt is tokenized as it is: a BOS stands where the template writes one.
+        """
+        prompt = self.render_chat(messages, tools=tools, reasoning=reasoning)
+        tokens = self.tokenize(prompt, add_special=False)
+        request = self._request(tokens, max_tokens, sampling, stop, logprobs, continues_text=False)
+        return TextStream(self._thread.submit(request, progress))
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning: bool | None = None,
+        max_tokens: int | None = None,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+    ) -> GenerationResult:
+        """Answer a conversation of `{"role": ..., "content": ...}` messages."""
+        with self.stream_chat(
+            messages,
+            tools=tools,
+            reasoning=reasoning,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            logprobs=logprobs,
+        ) as stream:
+            return stream.result
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text; `add_special` adds what the model expects at the start (BOS)."""
+        self._thread.check_open()
+        return self._loaded.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids."""
+        self._thread.check_open()
+        return self._loaded.tokenizer.decode(tokens, skip_special=skip_special)
+
+    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Teacher-forced logits, float32 [n_tokens, n_vocab]: row i is the prediction after token i."""
+        ids = self._check_tokens(tokens)
+        return self._thread.call(lambda core: core.logits(ids))
+
+    def score(self, text: Prompt, *, top: int = 0) -> Score:
+        """Log-probability of every token of a text after its first, with `top` alternatives each."""
+        ids = self._check_tokens(self.tokenize(text) if isinstance(text, str) else text)
+        if len(ids) < 2:
+            raise UsageError(f"a text of {len(ids)} tokens has nothing to score; at least 2 are needed")
+        if not 0 <= top <= 100:
+            raise UsageError(f"top is {top}; it must be from 0 to 100")
+        return Score(tokens=ids, logprobs=self._thread.call(lambda core: core.score(ids, top)))
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes held now, by device and by what they are for."""
+        return self._thread.call(lambda core: core.memory())
+
+    def close(self) -> None:
+        """Cancel what runs and free everything; a second call does nothing."""
+        self._thread.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(
+        self,
+        prompt: Prompt,
+        max_tokens: int | None,
+        sampling: SamplingOptions | None,
+        stop: Sequence[str],
+        logprobs: int | None,
+        *,
+        ignore_eos: bool = False,
+        continues_text: bool = True,
+    ) -> GenerationRequest:
+        if isinstance(stop, str):
+            raise UsageError(f"stop is {stop!r}; it must be a sequence of strings")
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        request = GenerationRequest(
+            tokens=self._check_tokens(tokens),
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingOptions(),
+            stop=tuple(stop),
+            logprobs=logprobs,
+            ignore_eos=ignore_eos,
+            continues_text=continues_text,
+        )
+        self._loaded.check_length(request)
+        return request
+
+    def _check_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        n_vocab = self.info.n_vocab
+        for i, token in enumerate(tokens):
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, (int, np.integer))
+                or not 0 <= token < n_vocab
+            ):
+                raise UsageError(
+                    f"token {i} is {token!r}; token ids are whole numbers from 0 to {n_vocab - 1}"
+                )
+        return tuple(int(t) for t in tokens)
+
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "DeviceInfo",
+    "Engine",
+    "EngineInfo",
+    "Messages",
+    "ModelReport",
+    "Prompt",
+    "Score",
+    "TensorShare",
+    "TextStream",
+    "backend_features",
+    "devices",
+    "inspect_model",
+]

@@ -1,0 +1,95 @@
+"""The engine's core: owns every native object of one model and carries out steps. Layer 6.
+
+Created and used on one thread; a call from another raises. Objects are freed in the reverse order of
+their creation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+import numpy as np
+
+from pyggml_dflash.engine.graphs import Forwards, Logits
+from pyggml_dflash.engine.sampling import logprobs_of
+from pyggml_dflash.errors import ContextOverflowError
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.requests import TokenLogprob
+from pyggml_dflash.state.slot import Slot, SlotTable
+
+ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
+
+
+class EngineCore:
+    """One loaded model with its slots; `stack` holds everything it must free, in creation order."""
+
+    def __init__(
+        self, forwards: Forwards, slots: SlotTable, ledger: Ledger, n_ctx: int, stack: ExitStack
+    ) -> None:
+        self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
+        self._thread = threading.get_ident()
+        self.n_ctx, self.chunk = n_ctx, forwards.chunk
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Room for sequences."""
+        return self._slots.slots
+
+    def prefill(self, slot: Slot, tokens: Sequence[int], *, last: bool) -> Logits | None:
+        """Run one chunk of a prompt and commit it; logits of its last row if it is the `last` chunk."""
+        self._check_thread()
+        logits = self._forwards.prefill(slot, tokens, "last" if last else "none")
+        slot.commit(len(tokens))
+        return None if logits is None else logits[0]
+
+    def decode(self, slot: Slot, token: int) -> Logits:
+        """Run one token and commit it; its logits, overwritten by the next step."""
+        self._check_thread()
+        logits = self._forwards.decode(slot, token)
+        slot.commit(1)
+        return logits
+
+    def logits(self, tokens: Sequence[int]) -> Logits:
+        """Teacher-forced logits F32 [n_tokens, n_vocab] in an idle slot."""
+        parts = [rows for _, rows in self._teacher_forced(tokens)]
+        n_vocab = self._forwards.model.config.n_vocab
+        return np.concatenate(parts) if parts else np.empty((0, n_vocab), np.float32)
+
+    def score(self, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+        """Log-probability of each token after the first; only one chunk of logits is held at a time."""
+        found: list[TokenLogprob] = []
+        for start, rows in self._teacher_forced(tokens):
+            following = tokens[start + 1 : start + 1 + len(rows)]
+            found += [logprobs_of(row, token, top) for row, token in zip(rows, following, strict=False)]
+        return tuple(found)
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes held by device and label."""
+        self._check_thread()
+        return {device: self._ledger.by_label(device) for device in self._ledger.devices()}
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        self._check_thread()
+        self._stack.close()
+
+    def _teacher_forced(self, tokens: Sequence[int]) -> Iterator[tuple[int, Logits]]:
+        self._check_thread()
+        if len(tokens) > self.n_ctx:
+            raise ContextOverflowError(n_prompt=len(tokens), max_tokens=None, n_ctx=self.n_ctx)
+        n_rows = max(1, min(self.chunk, ALL_LOGITS_BYTES // (4 * self._forwards.model.config.n_vocab)))
+        slot = self.slots[0]
+        slot.reset()
+        for start in range(0, len(tokens), n_rows):
+            part = tokens[start : start + n_rows]
+            rows = self._forwards.prefill(slot, part, "all")
+            assert rows is not None
+            slot.commit(len(part))
+            yield start, rows
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("the engine's core belongs to another thread")

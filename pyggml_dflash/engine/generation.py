@@ -1,0 +1,137 @@
+"""One request from prompt to answer on the engine's thread. Layer 6."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+
+from pyggml_dflash.engine.graphs import Logits
+from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.output import OutputAssembler
+from pyggml_dflash.engine.sampling import Sampler, logprobs_of
+from pyggml_dflash.errors import BackendError
+from pyggml_dflash.model.tokenizer import TextDecoder
+from pyggml_dflash.requests import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    Progress,
+    ProgressCallback,
+    TextPiece,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+
+
+def best(logits: Logits) -> int:
+    """The best token, the lowest id among equals; NaN raises, since argmax would return it."""
+    token = int(np.argmax(logits))
+    if logits[token] != logits[token]:
+        raise BackendError(f"the model computed NaN for token {token}")
+    return token
+
+
+class Caller(Protocol):
+    """Where pieces go, and whether anybody still wants them."""
+
+    progress: ProgressCallback | None
+    submitted_s: float
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the answer is no longer wanted."""
+
+    def emit(self, event: TextPiece) -> None:
+        """Take a piece."""
+
+
+class Generation:
+    """The state of one running request. Used once."""
+
+    def __init__(self, loaded: Loaded, request: GenerationRequest) -> None:
+        self._core, self._request = loaded.core, request
+        self._stop_ids = frozenset() if request.ignore_eos else loaded.tokenizer.stop_ids
+        self._sampler = Sampler(
+            request.sampling, request.tokens, n_vocab=loaded.info.n_vocab, forbidden=loaded.forbidden_ids
+        )
+        self._output = OutputAssembler(
+            TextDecoder(loaded.tokenizer, continuation=request.continues_text), request.stop
+        )
+        room = self._core.n_ctx - len(request.tokens) + 1
+        self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def run(self, caller: Caller) -> GenerationResult:
+        """Prefill, then decode until the answer ends; pieces go to the caller as they become certain."""
+        started = time.perf_counter()
+        slot = self._core.slots[0]
+        slot.reset()
+        logits = self._prefill(caller)
+        prefilled = time.perf_counter()
+        reason: FinishReason = "cancelled" if logits is None else self._decode(caller, logits)
+        rest = self._output.finish()
+        if self._output.stopped is not None:
+            reason = "stop"
+        if rest is not None:
+            caller.emit(rest)
+        return self._result(
+            reason,
+            Timings(
+                queue_s=started - caller.submitted_s,
+                prefill_s=prefilled - started,
+                decode_s=time.perf_counter() - prefilled,
+            ),
+        )
+
+    def _prefill(self, caller: Caller) -> Logits | None:
+        tokens, core = self._request.tokens, self._core
+        n, chunk, slot = len(tokens), core.chunk, core.slots[0]
+        logits: Logits | None = None
+        for start in range(0, n, chunk):
+            if caller.cancelled:
+                return None
+            stop = min(n, start + chunk)
+            logits = core.prefill(slot, tokens[start:stop], last=stop == n)
+            if caller.progress is not None:
+                caller.progress(Progress(phase="prefill", done=stop, total=n))
+        return logits
+
+    def _decode(self, caller: Caller, logits: Logits) -> FinishReason:
+        core, sampler, output, slot = self._core, self._sampler, self._output, self._core.slots[0]
+        decode, pick, stop_ids = core.decode, sampler.pick, self._stop_ids
+        n_top = self._request.logprobs
+        while True:
+            if caller.cancelled:
+                return "cancelled"
+            token = pick(logits) if sampler.needs_logits else best(logits)
+            if token in stop_ids:
+                return "stop"
+            sampler.accept(token)
+            self._tokens.append(token)
+            logprob = None if n_top is None else logprobs_of(logits, token, n_top)
+            if logprob is not None:
+                self._logprobs.append(logprob)
+            piece = output.push(token, logprob)
+            if piece is not None:
+                caller.emit(piece)
+            if output.stopped is not None:
+                return "stop"
+            if len(self._tokens) >= self._limit:
+                return "length"
+            logits = decode(slot, token)
+
+    def _result(self, reason: FinishReason, timings: Timings) -> GenerationResult:
+        return GenerationResult(
+            text=self._output.text,
+            tokens=tuple(self._tokens),
+            finish_reason=reason,
+            usage=Usage(prompt_tokens=len(self._request.tokens), completion_tokens=len(self._tokens)),
+            timings=timings,
+            seed=self._sampler.seed,
+            stop=self._output.stopped,
+            logprobs=tuple(self._logprobs),
+        )

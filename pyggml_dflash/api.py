@@ -7,6 +7,8 @@ calls are queued to it and answered in order.
 from __future__ import annotations
 
 import asyncio
+import warnings
+import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,8 +62,9 @@ class TextStream(Iterator[TextPiece]):
     in `result`.
     """
 
-    def __init__(self, handle: RequestHandle) -> None:
+    def __init__(self, handle: RequestHandle, engine: Engine) -> None:
         self._handle = handle
+        self._engine = engine  # kept open as long as somebody reads
 
     def __iter__(self) -> TextStream:
         return self
@@ -98,6 +101,11 @@ class TextStream(Iterator[TextPiece]):
         self._handle.cancel()
 
 
+def _close_leaked(thread: EngineThread) -> None:
+    warnings.warn("an Engine was not closed", ResourceWarning, stacklevel=2)
+    thread.close()
+
+
 class Engine:
     """A loaded model. Use as a context manager, or call `close`.
 
@@ -109,9 +117,11 @@ class Engine:
     def __init__(
         self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
-        self.options = options or EngineOptions()
+        self.options = chosen = options or EngineOptions()
         self._thread = EngineThread()
-        self._loaded: Loaded = self._thread.start(lambda report: load(self.options, report), progress)
+        self._loaded: Loaded = self._thread.start(lambda report: load(chosen, report), progress)
+        # Also runs when the interpreter ends, so that no thread computes while libraries are taken down.
+        self._net = weakref.finalize(self, _close_leaked, self._thread)
 
     @classmethod
     def open(
@@ -169,7 +179,7 @@ class Engine:
         Raises `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
         """
         request = self._request(prompt, max_tokens, sampling, stop, logprobs, ignore_eos=ignore_eos)
-        return TextStream(self._thread.submit(request, progress))
+        return TextStream(self._thread.submit(request, progress), self)
 
     def generate(
         self,
@@ -247,7 +257,7 @@ class Engine:
         prompt = self.render_chat(messages, tools=tools, reasoning=reasoning)
         tokens = self.tokenize(prompt, add_special=False)
         request = self._request(tokens, max_tokens, sampling, stop, logprobs, continues_text=False)
-        return TextStream(self._thread.submit(request, progress))
+        return TextStream(self._thread.submit(request, progress), self)
 
     def chat(
         self,
@@ -302,6 +312,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs and free everything; a second call does nothing."""
+        self._net.detach()
         self._thread.close()
 
     def __enter__(self) -> Engine:

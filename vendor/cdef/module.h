@@ -1,0 +1,17 @@
+/*
+ * module.h: callbacks that cross from C to Python, and the few lines of C behind vendor/module.c.
+ */
+
+/* Defined from Python with @ffi.def_extern(). They may run on any thread; cffi takes the GIL. */
+extern "Python" void dflash_log(enum ggml_log_level level, const char *text, void *user_data);
+extern "Python" void dflash_abort(const char *message);
+extern "Python" bool dflash_eval(struct ggml_tensor *t, bool ask, void *user_data);
+
+/* A log callback that drops every line. */
+void dflash_log_none(enum ggml_log_level level, const char *text, void *user_data);
+
+/* An abort callback for the CPU backend: true once the int behind flag is not 0. Takes no GIL. */
+bool dflash_flag_is_set(void *flag);
+
+/* A meta device over devs that mirrors every tensor: the smallest one a test can make. */
+ggml_backend_dev_t dflash_mirrored_device(ggml_backend_dev_t *devs, size_t n_devs);

@@ -7,6 +7,7 @@ An MTP block behind the trunk is checked and left alone.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from pyggml_dflash.arch.base import State, StateLayout, StateTensor, Step
@@ -35,11 +36,15 @@ NODES_PER_LAYER = 96
 
 
 def recurrent_layers(r: ConfigReader, n_layer: int, n_all: int) -> tuple[bool, ...]:
-    """Per trunk layer, whether it is a delta net: the file's list, else every layer but each k-th."""
+    """Per trunk layer, whether it is a delta net: the file's list, else every layer but each k-th.
+
+    Files differ in whether the list has the MTP layers behind the trunk too.
+    """
     key = r.key("attention.recurrent_layers")
     if key in r.file.metadata:
-        listed = r.file.get_bools(key, n=n_all)
-        return tuple(listed[:n_layer])
+        listed = r.file.metadata[key]
+        of_trunk = isinstance(listed, Sized) and len(listed) == n_layer
+        return tuple(r.file.get_bools(key, n=n_layer if of_trunk else n_all)[:n_layer])
     interval = r.count("full_attention_interval", 4, high=1024)
     return tuple((i + 1) % interval != 0 for i in range(n_layer))
 

@@ -27,6 +27,11 @@ UPLOAD_PIECE: Final = 16 * 2**20  # bytes between two progress reports
 HEAD: Final = "output.weight"
 EMBEDDING: Final = "token_embd.weight"
 
+# No kernel multiplies with these; asked whether it can, ggml says yes, and then it ends the process.
+NO_WEIGHTS: Final = frozenset(
+    ElementType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
+)
+
 LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -76,9 +81,10 @@ def check_tensors(file: GgufFile, specs: Iterable[TensorSpec]) -> dict[str, Tens
             raise DamagedFileError(
                 f"{file.path}: tensor {spec.name!r} has shape {list(info.shape)}; expected {list(spec.shape)}"
             )
-        if spec.use == "vector" and info.type != ElementType.F32:
+        if info.type in NO_WEIGHTS or (spec.use == "vector" and info.type != ElementType.F32):
+            expected = "f32" if spec.use == "vector" else "a floating-point or quantised type of weights"
             raise UnsupportedModelError(
-                f"{file.path}: tensor {spec.name!r} has type {info.type.label}; expected f32"
+                f"{file.path}: tensor {spec.name!r} has type {info.type.label}; expected {expected}"
             )
         found[spec.name] = spec
     return found

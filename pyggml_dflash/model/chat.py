@@ -50,6 +50,7 @@ class ChatTemplate:
     it begins with BOS is the template's choice, and `Tokenizer.encode` adds no second one.
     """
 
+    exists: bool  # False: there is nothing to render with
     reasoning_supported: bool  # the template has a switch for it
 
     def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
@@ -63,6 +64,7 @@ class ChatTemplate:
         self._tokens = {n: "" if i is None else tokenizer.token_text(i) for n, i in tokens.items()}
         if source is not None:
             self._compile(source)
+        self.exists = source is not None
         self.reasoning_supported = any(switch in self._reads for switch in _SWITCHES)
 
     @classmethod

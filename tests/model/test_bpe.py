@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import sentencepiece
 
 from pyggml_dflash.errors import UnsupportedModelError
 from pyggml_dflash.model.tokenizer import Tokenizer
+from tests.model.vocabularies import sentencepiece
 
 MARK = "\u2581"
 NORMAL, USER_DEFINED = 1, 4

@@ -9,12 +9,12 @@ from importlib import resources
 from typing import Any
 
 import pytest
-from vocabularies import DATA, byte_level, metadata_of
 
 from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.chat import ChatTemplate
 from pyggml_dflash.model.tokenizer import Tokenizer
+from tests.model.vocabularies import DATA, byte_level, metadata_of
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}

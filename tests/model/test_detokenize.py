@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import byte_level, metadata_of, sentencepiece
 
 from pyggml_dflash.model.tokenizer import TextDecoder, Tokenizer
+from tests.model.vocabularies import byte_level, metadata_of, sentencepiece
 
 MARK = "\u2581"
 # Two, three and four bytes, a joined family of emoji, a flag, combining marks.

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import DATA, byte_letters, byte_level, metadata_of, sentencepiece
 
 from pyggml_dflash.errors import DamagedFileError, ModelFileError, UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.pretokenize import PRE_TOKENIZERS
 from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS, Tokenizer
+from tests.model.vocabularies import DATA, byte_letters, byte_level, metadata_of, sentencepiece
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 MODELS = {

@@ -7,12 +7,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from vocabularies import DATA
 
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.chat import ChatTemplate
 from pyggml_dflash.model.tokenizer import Tokenizer
+from tests.model.vocabularies import DATA
 
 CASES = json.loads((DATA / "tokenization/smollm2-135m-instruct.json").read_text(encoding="utf-8"))["cases"]
 

@@ -1,0 +1,218 @@
+"""Arguments and flags that several commands share, and the options made of them. Layer 9.
+
+Each decorator adds flags to a command and hands it one object instead of their values: `engine`,
+`sampling` or `answer`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_args
+
+import click
+
+from dflash_cli.params import ChunkSize, ContextLength, ModelFile, Text, TokenBias
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.options import KV_TYPES, Auto, EngineOptions, KVType, SamplingOptions, Switch
+from pyggml_dflash.requests import GenerationRequest
+
+F = TypeVar("F", bound=Callable[..., Any])
+Flag = Callable[[F], F]
+
+_SWITCH: Final = click.Choice(get_args(Switch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What an answer begins with and where it ends."""
+
+    system: str | None
+    reasoning: bool | None  # None: the template's default
+    stop: tuple[str, ...]
+    max_tokens: int | None  # None: up to the end of the context
+
+    def check(self, *, logprobs: int | None = None) -> None:
+        """Raise `UsageError` for what a request with these would be refused for."""
+        GenerationRequest(tokens=(0,), max_tokens=self.max_tokens, stop=self.stop, logprobs=logprobs)
+
+
+def apply(flags: Sequence[Flag[Any]], command: F) -> F:
+    """`command` with the flags, in the order in which help shows them."""
+    for flag in reversed(flags):
+        command = flag(command)
+    return command
+
+
+def cache_type_flag(which: str, what: str) -> Flag[Any]:
+    """`--cache-type-k` or `--cache-type-v`."""
+    return click.option(
+        f"--cache-type-{which}",
+        type=click.Choice(KV_TYPES),
+        default="f16",
+        show_default=True,
+        help=f"Element type of {what} in the KV cache.",
+    )
+
+
+def number_flag(name: str, default: float, text: str) -> Flag[Any]:
+    """A flag of `SamplingOptions` that is a number."""
+    return click.option(name, type=float, default=default, show_default=True, help=text)
+
+
+MODEL: Final = click.argument("model", type=ModelFile(), required=False)
+JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+CACHE_TYPES: Final = (cache_type_flag("k", "keys"), cache_type_flag("v", "values"))
+
+_ENGINE: Final = (
+    MODEL,
+    click.option(
+        "--max-ctx",
+        type=ContextLength(),
+        help="Context in tokens, also as 32k or 1m.  [default: the trained one, at most 8192]",
+    ),
+    click.option(
+        "--chunk",
+        type=ChunkSize(),
+        default="auto",
+        show_default=True,
+        help="Prompt tokens of one forward, or 'auto'.",
+    ),
+    click.option(
+        "--device", help="Device by its name in 'dflash devices'.  [default: the first GPU, else the CPU]"
+    ),
+    click.option("--threads", type=int, help="CPU threads that compute.  [default: one per physical core]"),
+    *CACHE_TYPES,
+    click.option("--flash-attn", type=_SWITCH, default="auto", show_default=True, help="Fused attention."),
+    click.option(
+        "--repack",
+        type=_SWITCH,
+        default="auto",
+        show_default=True,
+        help="Copy weights into CPU layouts that compute faster.",
+    ),
+    click.option(
+        "--nfc/--no-nfc", default=True, help="Unicode NFC before tokenizing, where the model wants it."
+    ),
+)
+
+_SAMPLING: Final = (
+    number_flag("--temperature", 0.0, "0 takes the best token."),
+    click.option("--top-k", type=int, default=0, show_default=True, help="Keep the K best tokens; 0: all."),
+    number_flag("--top-p", 1.0, "Keep the best tokens up to this probability; 1: all."),
+    number_flag("--min-p", 0.0, "Drop tokens below this part of the best one's probability; 0: none."),
+    number_flag("--repetition-penalty", 1.0, "Weaken tokens of prompt and answer; 1: off."),
+    number_flag("--frequency-penalty", 0.0, "Weaken a token each time the answer has it; 0: off."),
+    number_flag("--presence-penalty", 0.0, "Weaken tokens that the answer has; 0: off."),
+    click.option("--logit-bias", type=TokenBias(), multiple=True, help="Add to a token's logit; repeatable."),
+    click.option("--seed", type=int, help="Seed of sampling: same seed, same text.  [default: a fresh one]"),
+)
+
+_ANSWER: Final = (
+    click.option("--system", type=Text(), help="System message in front of the conversation."),
+    click.option("--reasoning/--no-reasoning", default=None, help="Let the model think first, if it can."),
+    click.option("--stop", type=Text(), multiple=True, help="End the answer before this text; repeatable."),
+    click.option(
+        "-n",
+        "--max-tokens",
+        type=int,
+        help="Most tokens of an answer.  [default: up to the end of the context]",
+    ),
+)
+
+
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """MODEL and the flags of `EngineOptions`; the command receives them as `engine`."""
+
+    @functools.wraps(command)
+    def with_engine(
+        *,
+        model: Path | None,
+        max_ctx: int | None,
+        chunk: int | Auto,
+        device: str | None,
+        threads: int | None,
+        cache_type_k: KVType,
+        cache_type_v: KVType,
+        flash_attn: Switch,
+        repack: Switch,
+        nfc: bool,
+        **rest: Any,
+    ) -> None:
+        engine = EngineOptions(
+            model=model,
+            max_ctx=max_ctx,
+            chunk=chunk,
+            device=device,
+            threads=threads,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            flash_attn=flash_attn,
+            repack=repack,
+            nfc=nfc,
+        )
+        command(engine=engine, **rest)
+
+    return apply(_ENGINE, with_engine)
+
+
+def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The flags of `SamplingOptions`; the command receives them as `sampling`."""
+
+    @functools.wraps(command)
+    def with_sampling(
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        repetition_penalty: float,
+        frequency_penalty: float,
+        presence_penalty: float,
+        logit_bias: tuple[tuple[int, float], ...],
+        seed: int | None,
+        **rest: Any,
+    ) -> None:
+        sampling = SamplingOptions(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=_biases(logit_bias),
+            seed=seed,
+        )
+        command(sampling=sampling, **rest)
+
+    return apply(_SAMPLING, with_sampling)
+
+
+def answer_options(command: Callable[..., None]) -> Callable[..., None]:
+    """System message, reasoning, stop strings and length; the command receives them as `answer`."""
+
+    @functools.wraps(command)
+    def with_answer(
+        *,
+        system: str | None,
+        reasoning: bool | None,
+        stop: tuple[str, ...],
+        max_tokens: int | None,
+        **rest: Any,
+    ) -> None:
+        answer = AnswerOptions(system=system, reasoning=reasoning, stop=stop, max_tokens=max_tokens)
+        command(answer=answer, **rest)
+
+    return apply(_ANSWER, with_answer)
+
+
+def _biases(pairs: tuple[tuple[int, float], ...]) -> dict[int, float]:
+    biases = dict(pairs)
+    if len(biases) < len(pairs):
+        tokens = [token for token, _ in pairs]
+        twice = next(token for token in tokens if tokens.count(token) > 1)
+        raise UsageError(f"--logit-bias names token {twice} twice; give each token one bias")
+    return biases

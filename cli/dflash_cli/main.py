@@ -1,0 +1,85 @@
+"""The command group: finds commands, and turns errors into one line and an exit code. Layer 9.
+
+A command's module is imported when it is called, so that `dflash --help` stays fast; the short texts of
+the overview stand here for that reason, and a test holds them against the commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any, Final
+
+import click
+
+from pyggml_dflash import __version__
+from pyggml_dflash.errors import DflashError
+
+INTERRUPTED: Final = 130
+
+COMMANDS: Final = {
+    "run": "Generate text from a prompt and stream it to standard output.",
+    "chat": "Talk with a model in the terminal.",
+    "inspect": "Show what is in a GGUF file and what it takes to run it.",
+    "score": "Show how likely a text is under a model, token by token.",
+    "devices": "List the devices that this build can compute on.",
+    "doctor": "Check the installation and say how to mend it.",
+    "version": "Show versions of the package, its build and its requirements.",
+}
+
+
+class DflashGroup(click.Group):
+    """Commands by name, imported when called. The one place where errors become exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every command, in the order of the overview."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of that name; the command in it has the same name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"dflash_cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The overview, without importing the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except DflashError as error:
+            click.echo(f"dflash: error: {' '.join(str(error).split())}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:
+            _forget_stdout()
+            ctx.exit(0)
+
+
+def _forget_stdout() -> None:
+    """The reader of a pipe is gone, which is its right (`| head`); the exit must not write to it again."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+@click.command(cls=DflashGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dflash", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Run GGUF language models on ggml.
+
+    Exit codes: 0 done; 1 failure while running; 2 a value was refused; 3 a model file is missing, damaged
+    or not supported; 4 it does not fit, the message says what would; 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Entry point of `dflash`, `pyggml-dflash` and `python -m pyggml_dflash`."""
+    cli(prog_name="dflash")

@@ -1,0 +1,106 @@
+"""Types that parse the values of arguments and flags. Layer 9.
+
+A value that cannot be parsed is quoted and exits 2; ranges are checked by the options they go into.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from pyggml_dflash.errors import ModelFileError
+from pyggml_dflash.options import Auto
+
+if TYPE_CHECKING:
+    Param = click.ParamType[Any]
+else:
+    Param = click.ParamType  # not generic before click 8.4
+
+_UNITS: Final = {"": 1, "k": 1024, "m": 1024 * 1024}
+
+
+class ContextLength(Param):
+    """A context in tokens: 8192, 8k, 1m."""
+
+    name = "context"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Tokens; at least one."""
+        if isinstance(value, int):
+            return value
+        if value.lower() == "auto":
+            self.fail("'auto' needs the automatic fit, which this version lacks; pass a number as in 8k.")
+        match = re.fullmatch(r"([0-9]{1,10})([km]?)", value.lower())
+        n = 0 if match is None else int(match[1]) * _UNITS[match[2]]
+        if n == 0:
+            self.fail(f"{value!r} is no context length; pass tokens as in 8192, 8k or 1m.")
+        return n
+
+
+class ChunkSize(Param):
+    """Prompt rows of a forward, or 'auto'."""
+
+    name = "chunk"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
+        """A number, or 'auto' as it is."""
+        if isinstance(value, int):
+            return value
+        if value == "auto":
+            return "auto"
+        if not re.fullmatch(r"[0-9]{1,10}", value):
+            self.fail(f"{value!r} is no chunk; pass a number of tokens as in 512, or 'auto'.")
+        return int(value)
+
+
+class ModelFile(Param):
+    """A file that exists; another path is a `ModelFileError`, so that it exits 3."""
+
+    name = "model"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path as given."""
+        path = Path(value)
+        if path.is_dir():
+            raise ModelFileError(f"{path} is a directory; name a .gguf file in it")
+        if not path.exists():
+            raise ModelFileError(f"{path} does not exist")
+        return path
+
+
+class Text(Param):
+    """Text of at least one character that can be written as UTF-8."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text as given."""
+        text = str(value)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail(f"{text!r} is not valid UTF-8.")
+        if not text:
+            self.fail("'' is empty; pass at least one character.")
+        return text
+
+
+class TokenBias(Param):
+    """TOKEN=BIAS: a token id and what is added to its logit."""
+
+    name = "token=bias"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, float]:
+        """(token id, bias)"""
+        if isinstance(value, tuple):
+            return value
+        token, _, bias = value.partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is no token bias; pass a token id and a number as in 198=-5 or 198=-inf.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,38 @@ from pyggml_dflash.ggml.arena import DTYPES, TensorArena, host_view
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
-from pyggml_dflash.ggml.handle import Handle, check
+from pyggml_dflash.ggml.handle import Handle, check, check_pointer
 from pyggml_dflash.ggml.ledger import Charge, Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
 
 
+@contextmanager
+def _prepared(backend: Backend, builder: GraphBuilder) -> Iterator[CData]:
+    """The graph as an allocator must see it: its backend has optimised it and keeps what it fuses.
+
+    Without this the memory of a fused run's inputs may be given to the run's own results.
+    """
+    owner = ffi.new("struct ggml_context **")
+    graph = check_pointer(lib.dflash_prepare_graph(backend.ptr, builder.graph, owner), "preparing a graph")
+    try:
+        yield graph
+    finally:
+        if owner[0] != ffi.NULL:
+            lib.ggml_free(owner[0])
+
+
 def measure_graph(backend: Backend, builder: GraphBuilder) -> int:
     """Bytes of compute memory that the graph would need, without allocating them."""
+    with _prepared(backend, builder) as graph:
+        return _measure(backend, graph)
+
+
+def _measure(backend: Backend, graph: CData) -> int:
     allocator = lib.ggml_gallocr_new(backend.buffer_type)
     sizes = ffi.new("size_t[1]")
     try:
-        lib.ggml_gallocr_reserve_n_size(allocator, builder.graph, ffi.NULL, ffi.NULL, sizes)
+        lib.ggml_gallocr_reserve_n_size(allocator, graph, ffi.NULL, ffi.NULL, sizes)
     finally:
         lib.ggml_gallocr_free(allocator)
     return int(sizes[0])
@@ -52,12 +73,13 @@ class GraphAllocator(Handle):
     def place(self, builder: GraphBuilder) -> None:
         """Give every node of the graph its address; raises `DeviceMemoryError` if there is no room."""
         device, held = self._backend.name, self.n_bytes
-        wanted = measure_graph(self._backend, builder) if device in self._ledger.caps else 0
-        self._ledger.charge(device, self.label, max(0, wanted - held)).release()
-        if not lib.ggml_gallocr_alloc_graph(self.ptr, builder.graph):
-            wanted = measure_graph(self._backend, builder)
-            free = self._ledger.free(device, self._backend.memory_free())
-            raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device)
+        with _prepared(self._backend, builder) as graph:
+            wanted = _measure(self._backend, graph) if device in self._ledger.caps else 0
+            self._ledger.charge(device, self.label, max(0, wanted - held)).release()
+            if not lib.ggml_gallocr_alloc_graph(self.ptr, graph):
+                wanted = _measure(self._backend, graph)
+                free = self._ledger.free(device, self._backend.memory_free())
+                raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device)
         if self.n_bytes != held or self._charge is None:
             self._release_charge()
             self._charge = self._ledger.charge(device, self.label, self.n_bytes)

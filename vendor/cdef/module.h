@@ -15,3 +15,11 @@ bool dflash_flag_is_set(void *flag);
 
 /* A meta device over devs that mirrors every tensor: the smallest one a test can make. */
 ggml_backend_dev_t dflash_mirrored_device(ggml_backend_dev_t *devs, size_t n_devs);
+
+/* Prepares a graph for `backend` before it gets memory, as ggml's scheduler does: the backend may reorder
+   it and name tensors whose memory has to outlive a fused run of operations. The graph gets a number of its
+   own, so that a captured one is recognised without comparing nodes. Returns the graph to allocate: the same,
+   or a copy with markers that hold on to those tensors; *owner is then what to free after allocating. NULL:
+   no memory. */
+struct ggml_cgraph *dflash_prepare_graph(
+    ggml_backend_t backend, struct ggml_cgraph *graph, struct ggml_context **owner);

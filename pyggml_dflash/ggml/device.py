@@ -15,6 +15,10 @@ from pyggml_dflash.ggml.handle import Handle, check_pointer
 # ends the process (llama.cpp issue 20824, pull request 26954); every batch above one row crashed.
 UNSAFE_LAYOUTS: Final = frozenset({"AMX"})
 
+# On Hopper, decode graphs with flash attention that ggml 0.25.3 replays through programmatic dependent launch
+# compute wrong logits (off by up to 17 on an H200; 0.3, as without graphs, once it is off).
+SAFE_ENVIRONMENT: Final = {"GGML_CUDA_PDL": "0"}
+
 DeviceKind = Literal["cpu", "gpu", "igpu", "accel", "meta"]
 
 
@@ -154,6 +158,8 @@ class Backend(Handle):
     __slots__ = ("_device", "info", "n_threads")
 
     def __init__(self, info: DeviceInfo, *, threads: int | None = None) -> None:
+        for name, value in SAFE_ENVIRONMENT.items():  # ggml reads it at its first kernel
+            os.environ.setdefault(name, value)
         device = check_pointer(lib.ggml_backend_dev_by_name(info.name.encode()), f"device {info.name}")
         super().__init__(lib.ggml_backend_dev_init(device, ffi.NULL), lib.ggml_backend_free)
         self._device = device

@@ -73,8 +73,9 @@ class ContextOverflowError(DflashError):
     def __init__(self, *, n_prompt: int, max_tokens: int | None, n_ctx: int) -> None:
         self.n_prompt, self.max_tokens, self.n_ctx = n_prompt, max_tokens, n_ctx
         asked = f"prompt of {n_prompt} tokens" + (f" and {max_tokens} to generate" if max_tokens else "")
+        verb = "exceed" if max_tokens else "exceeds"
         super().__init__(
-            f"{asked} exceed the context of {n_ctx}; shorten the prompt, ask for fewer tokens, "
+            f"{asked} {verb} the context of {n_ctx}; shorten the prompt, ask for fewer tokens, "
             f"or open with a larger --max-ctx"
         )
 

@@ -7,7 +7,8 @@ silently. `None` or 'auto' means that the engine chooses and reports what it cho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -20,31 +21,46 @@ Switch = Literal["auto", "on", "off"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
 MAX_SEED: Final = 2**63 - 1
+MAX_COUNT: Final = 2**31 - 1
+MAX_BIAS: Final = sys.float_info.max
 
 
-def _refuse(name: str, value: object, wanted: str) -> UsageError:
-    return UsageError(f"{name} is {value!r}; {wanted}")
+def refusal(name: str, value: object, wanted: str) -> UsageError:
+    """The error for a value that cannot be used; quotes it, cut where it would fill the screen."""
+    try:
+        shown = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        shown = f"a number of {type(value).__name__} with thousands of digits"
+    return UsageError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {wanted}")
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    wanted = f"it must be a whole number of at least {low}" + ("" if high is None else f" and at most {high}")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        raise _refuse(name, value, wanted)
+def check_int(name: str, value: object, low: int, high: int | None = MAX_COUNT) -> None:
+    """Refuse what is no whole number within [low, high]; bools and NumPy's integers are none."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+        most = "" if high is None else f" and at most {high}"
+        raise refusal(name, value, f"it must be a whole number of at least {low}{most}")
 
 
-def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    wanted = f"it must be a number {'above' if above else 'from'} {low:g}" + (
-        "" if math.isinf(high) else f" up to {high:g}"
-    )
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _refuse(name, value, wanted)
-    if value < low or value > high or (above and value == low):
-        raise _refuse(name, value, wanted)
+def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """Refuse what is no finite number within [low, high], or within (low, high] if `above`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        raise refusal(
+            name, value, f"it must be a number {'above' if above else 'from'} {low:g} up to {high:g}"
+        )
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is none of these strings."""
+    if not isinstance(value, str) or value not in choices:
+        raise refusal(name, value, f"it must be one of {', '.join(choices)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise refusal(name, value, "it must be True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +80,22 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.model is not None and not isinstance(self.model, Path):
-            raise _refuse("model", self.model, "it must be a pathlib.Path or None")
+            raise refusal("model", self.model, "it must be a pathlib.Path or None")
         if self.max_ctx is not None:
-            _check_int("max_ctx", self.max_ctx, 1, 2**31 - 1)
-        if self.chunk != "auto":
-            _check_int("chunk", self.chunk, 1, 32768)
+            check_int("max_ctx", self.max_ctx, 1)
+        if not isinstance(self.chunk, str) or self.chunk != "auto":
+            check_int("chunk", self.chunk, 1, 32768)
+        if self.device is not None and not isinstance(self.device, str):
+            raise refusal("device", self.device, "it must be a device's name or None")
         if self.threads is not None:
-            _check_int("threads", self.threads, 1, 512)
-        for name in ("cache_type_k", "cache_type_v"):
-            if getattr(self, name) not in KV_TYPES:
-                raise _refuse(name, getattr(self, name), f"it must be one of {', '.join(KV_TYPES)}")
-        for name in ("flash_attn", "repack"):
-            if getattr(self, name) not in get_args(Switch):
-                raise _refuse(name, getattr(self, name), "it must be 'auto', 'on' or 'off'")
+            check_int("threads", self.threads, 1, 512)
+        check_choice("cache_type_k", self.cache_type_k, KV_TYPES)
+        check_choice("cache_type_v", self.cache_type_v, KV_TYPES)
+        check_choice("flash_attn", self.flash_attn, get_args(Switch))
+        check_choice("repack", self.repack, get_args(Switch))
+        check_flag("nfc", self.nfc)
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
-            raise _refuse(
+            raise refusal(
                 "cache_type_v", self.cache_type_v, "without flash attention it must be f32, f16 or bf16"
             )
 
@@ -98,21 +115,22 @@ class SamplingOptions:
     seed: int | None = None  # None: a fresh one per request, reported in the result
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0, 100)
-        _check_int("top_k", self.top_k, 0)
-        _check_number("top_p", self.top_p, 0, 1, above=True)
-        _check_number("min_p", self.min_p, 0, 1)
-        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
-        _check_number("frequency_penalty", self.frequency_penalty, -100, 100)
-        _check_number("presence_penalty", self.presence_penalty, -100, 100)
-        if not isinstance(self.logit_bias, Mapping):
-            raise _refuse("logit_bias", self.logit_bias, "it must map token ids to numbers")
-        for token, bias in self.logit_bias.items():
-            _check_int("logit_bias token", token, 0)
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
-                raise _refuse(f"logit_bias of token {token}", bias, "it must be a number")
+        check_number("temperature", self.temperature, 0, 100)
+        check_int("top_k", self.top_k, 0)
+        check_number("top_p", self.top_p, 0, 1, above=True)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        check_number("frequency_penalty", self.frequency_penalty, -100, 100)
+        check_number("presence_penalty", self.presence_penalty, -100, 100)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.logit_bias, Mapping):
+            raise refusal("logit_bias", self.logit_bias, "it must map token ids to numbers")
+        for token, bias in self.logit_bias.items():
+            check_int("logit_bias token", token, 0, None)  # the vocabulary is not known yet
+            if not (isinstance(bias, float) and math.isinf(bias)):  # infinite ones force and forbid a token
+                check_number(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # what is checked must not change
 
     @property
     def greedy(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pyggml_dflash.options import SamplingOptions, _check_int, _refuse
+from pyggml_dflash.options import SamplingOptions, check_flag, check_int, refusal
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -24,14 +24,23 @@ class GenerationRequest:
     continues_text: bool = True  # the answer goes on where the prompt's text stops; False: a turn of its own
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tokens, tuple):
+            raise refusal("tokens", self.tokens, "it must be a tuple of token ids")
         if not self.tokens:
-            raise _refuse("prompt", "", "it must have at least one token")
+            raise refusal("prompt", "", "it must have at least one token")
+        for i, token in enumerate(self.tokens):
+            if type(token) is not int or token < 0:
+                raise refusal(f"token {i} of the prompt", token, "it must be a token id")
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
+            check_int("max_tokens", self.max_tokens, 1)
+        if not isinstance(self.sampling, SamplingOptions):
+            raise refusal("sampling", self.sampling, "it must be SamplingOptions")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise refusal("stop", self.stop, "it must be a sequence of strings that are not empty")
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, 100)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise _refuse("stop", self.stop, "it must be a sequence of strings that are not empty")
+            check_int("logprobs", self.logprobs, 0, 100)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("continues_text", self.continues_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ConfigReader, ModelConfig, RopePairs
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec, matrix, vector
 
-NODES_PER_LAYER = 48
+NODES_PER_LAYER = 64  # qwen3 without fused attention, with biases and scales everywhere: 53
 
 
 def kv_tensors(

@@ -63,6 +63,7 @@ class EngineInfo:
     flash_attn: bool
     weight_bytes: dict[str, int]  # by where they lie: 'mapped', 'uploaded', or a repacked layout
     state_bytes: int
+    has_chat_template: bool
     reasoning_supported: bool
 
 
@@ -242,5 +243,6 @@ def _info(
         flash_attn=flash,
         weight_bytes=dict(weights.n_bytes),
         state_bytes=slots.n_bytes,
+        has_chat_template=template.exists,
         reasoning_supported=template.reasoning_supported,
     )

@@ -12,15 +12,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.generation import Generation
 from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.errors import BackendError, Cancelled, EngineClosed
 from pyggml_dflash.requests import GenerationRequest, GenerationResult, Progress, ProgressCallback, TextPiece
+
+# A signal that arrives just before a wait without a limit is seen only when the wait ends.
+WAIT_S: Final = 0.25
 
 T = TypeVar("T")
 Event = TextPiece | GenerationResult | BaseException
@@ -68,7 +71,12 @@ class RequestHandle:
 
     def next_piece(self) -> TextPiece | None:
         """The next piece, or None after the last; raises what the request raised."""
-        return None if self._read_end else self._take(self._events.get())
+        while not self._read_end:
+            try:
+                return self._take(self._events.get(timeout=WAIT_S))
+            except queue.Empty:
+                continue
+        return None
 
     async def next_piece_async(self) -> TextPiece | None:
         """`next_piece` without blocking the event loop."""
@@ -84,7 +92,8 @@ class RequestHandle:
 
     def wait(self) -> None:
         """Block until the engine has let go of the request."""
-        self._done.wait()
+        while not self._done.wait(WAIT_S):
+            pass
 
     def result(self) -> GenerationResult:
         """The whole answer, waiting for its end."""
@@ -132,7 +141,7 @@ class EngineThread:
         )
         self._thread.start()
         try:
-            return ready.result()
+            return _patient(ready)
         except BaseException:
             self.close()
             raise
@@ -162,7 +171,7 @@ class EngineThread:
         """Run `function` on the engine's thread, after what was queued before, and return its value."""
         call = _Call(function)
         self._enqueue(call)
-        return call.future.result()
+        return _patient(call.future)
 
     def _enqueue(self, command: RequestHandle | _Call[Any]) -> None:
         with self._lock:  # nothing may be queued behind the command that ends the thread
@@ -207,6 +216,13 @@ class EngineThread:
                 self._running = None
             else:
                 _run_call(loaded.core, command)
+
+
+def _patient(future: Future[T]) -> T:
+    """The future's result, waiting in pieces so that an interrupt is seen soon."""
+    while not future.done():
+        wait([future], timeout=WAIT_S)
+    return future.result()
 
 
 def _answer(loaded: Loaded, handle: RequestHandle) -> None:

@@ -178,6 +178,8 @@ class LoadedWeights:
 
     def _fill(self, moved: list[Placement], progress: LoadProgress | None) -> None:
         done, total = 0, sum(p.source.n_bytes for p in moved)
+        if progress is not None and total:
+            progress(0, total)
         for p in moved:
             data, tensor = self.file.data(p.source), self._tensors[p.name]
             piece = UPLOAD_PIECE if p.kind == "uploaded" else p.source.n_bytes  # a layout takes whole tensors

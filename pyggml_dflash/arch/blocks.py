@@ -54,7 +54,7 @@ def rope_params(rope: RopeConfig) -> RopeParams:
         freq_base=rope.freq_base,
         freq_scale=1.0 / rope.factor if scaled else 1.0,
         n_ctx_orig=rope.n_ctx_orig,
-        ext_factor=1.0 if rope.scaling == "yarn" else 0.0,
+        ext_factor=rope.ext_factor,
         attn_factor=rope.attn_factor,
         beta_fast=rope.beta_fast,
         beta_slow=rope.beta_slow,
@@ -167,8 +167,6 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     total = g.view(out, (n_embd, n_tokens), (row,), 0)
     for i in range(1, moe.n_used):
         total = g.add(total, g.view(out, (n_embd, n_tokens), (row,), i * stride))
-    if moe.n_used == 1:
-        total = g.cont(total)
     if moe.shared_ff_dim == 0:
         return total
     shared = feed_forward(g, w, x, suffix="_shexp")

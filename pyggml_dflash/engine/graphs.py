@@ -211,9 +211,7 @@ class Forwards:
             stack.callback(self._close_decode)
             self._stack = stack.pop_all()
 
-    def prefill(
-        self, slot: Slot, tokens: Sequence[int], output: OutputKind, tap: Tap | None = None
-    ) -> Logits | None:
+    def prefill(self, slot: Slot, tokens: Sequence[int], output: OutputKind) -> Logits | None:
         """Run up to `chunk` prompt tokens behind what the slot has.
 
         Returns logits F32 [rows, n_vocab] of the last row or of all, or None for output 'none'. The
@@ -224,7 +222,7 @@ class Forwards:
         x = tokens if self._gather is None else self._gather.gather(tokens).reshape(-1)
         self._many.fill(x, n, slot.id, n_past, self.n_ctx)
         self._many.fill_mask(n, n_past, key.n_kv)
-        graph = self._build(key, self._many, self._prefill, tap)
+        graph = self._build(key, self._many, self._prefill)
         try:
             results = graph.run()
             return None if output == "none" else np.array(results[0], np.float32)
@@ -250,15 +248,15 @@ class Forwards:
             memory.close()
         allocator = GraphAllocator(self._backend, self._ledger, "decode graphs")
         try:
-            graph = self._build(key, self._one, allocator, None)
+            graph = self._build(key, self._one, allocator)
         except BaseException:
             allocator.close()
             raise
         self._decode[key] = graph, allocator
         return graph
 
-    def _build(self, key: GraphKey, inputs: Inputs, allocator: GraphAllocator, tap: Tap | None) -> StepGraph:
-        builder, outputs = build_forward(self._backend, self.model, self._slots.tensors, inputs, key, tap)
+    def _build(self, key: GraphKey, inputs: Inputs, allocator: GraphAllocator) -> StepGraph:
+        builder, outputs = build_forward(self._backend, self.model, self._slots.tensors, inputs, key)
         try:
             check_supported(self._backend, builder)
             return StepGraph(self._backend, builder, outputs, allocator)

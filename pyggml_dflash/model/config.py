@@ -26,6 +26,7 @@ class RopeConfig:
     scaling: Literal["none", "linear", "yarn"] = "none"
     factor: float = 1.0
     n_ctx_orig: int = 0
+    ext_factor: float = 0.0  # YaRN: how much of the correction by frequency is mixed in
     attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -192,7 +193,8 @@ class ConfigReader:
             pairs=pairs,
             freq_base=base,
             scaling="linear" if kind == "linear" else "yarn",
-            factor=self.number("rope.scaling.factor", legacy, low=1e-6, high=1e6),
+            factor=self.number("rope.scaling.factor", legacy if legacy != 1.0 else None, low=1e-6, high=1e6),
+            ext_factor=self.number("rope.scaling.yarn_ext_factor", 1.0, high=1e6) if kind == "yarn" else 0.0,
             n_ctx_orig=self.count("rope.scaling.original_context_length", trained, high=2**31 - 1),
             attn_factor=self.number("rope.scaling.attn_factor", 1.0, low=1e-6, high=1e6),
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0, high=1e6),

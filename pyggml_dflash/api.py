@@ -7,6 +7,7 @@ calls are queued to it and answered in order.
 from __future__ import annotations
 
 import asyncio
+import os
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -24,7 +25,15 @@ from pyggml_dflash.engine.loop import EngineThread, RequestHandle
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
-from pyggml_dflash.options import Auto, EngineOptions, KVType, SamplingOptions, Switch
+from pyggml_dflash.options import (
+    Auto,
+    EngineOptions,
+    KVType,
+    SamplingOptions,
+    Switch,
+    check_int,
+    refusal,
+)
 from pyggml_dflash.requests import (
     GenerationRequest,
     GenerationResult,
@@ -101,9 +110,17 @@ class TextStream(Iterator[TextPiece]):
         self._handle.cancel()
 
 
+def _path(model: object) -> Path | None:
+    if model is None or isinstance(model, Path):
+        return model
+    if not isinstance(model, (str, os.PathLike)) or isinstance(os.fspath(model), bytes):
+        raise refusal("model", model, "it must be the path of a file")
+    return Path(model)
+
+
 def _close_leaked(thread: EngineThread) -> None:
+    thread.close()  # first, since the warning may be an error
     warnings.warn("an Engine was not closed", ResourceWarning, stacklevel=2)
-    thread.close()
 
 
 class Engine:
@@ -117,11 +134,18 @@ class Engine:
     def __init__(
         self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
+        if options is not None and not isinstance(options, EngineOptions):
+            raise refusal("options", options, "they must be EngineOptions or None")
         self.options = chosen = options or EngineOptions()
         self._thread = EngineThread()
-        self._loaded: Loaded = self._thread.start(lambda report: load(chosen, report), progress)
-        # Also runs when the interpreter ends, so that no thread computes while libraries are taken down.
+        # Also runs when the interpreter ends, so that no thread computes while libraries are taken down. It
+        # is there before the thread is, since an interrupt may come anywhere.
         self._net = weakref.finalize(self, _close_leaked, self._thread)
+        try:
+            self._loaded: Loaded = self._thread.start(lambda report: load(chosen, report), progress)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def open(
@@ -145,7 +169,7 @@ class Engine:
         weights load and prompts are read.
         """
         options = EngineOptions(
-            model=None if model is None else Path(model),
+            model=_path(model),
             max_ctx=max_ctx,
             chunk=chunk,
             device=device,
@@ -290,30 +314,30 @@ class Engine:
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids."""
         self._thread.check_open()
-        return self._loaded.tokenizer.decode(tokens, skip_special=skip_special)
+        return self._loaded.tokenizer.decode(self._check_tokens(tokens), skip_special=skip_special)
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Teacher-forced logits, float32 [n_tokens, n_vocab]: row i is the prediction after token i."""
         ids = self._check_tokens(tokens)
-        return self._thread.call(lambda core: core.logits(ids))
+        return self._thread.call(lambda core, cancelled: core.logits(ids, cancelled))
 
     def score(self, text: Prompt, *, top: int = 0) -> Score:
         """Log-probability of every token of a text after its first, with `top` alternatives each."""
         ids = self._check_tokens(self.tokenize(text) if isinstance(text, str) else text)
         if len(ids) < 2:
             raise UsageError(f"a text of {len(ids)} tokens has nothing to score; at least 2 are needed")
-        if not 0 <= top <= 100:
-            raise UsageError(f"top is {top}; it must be from 0 to 100")
-        return Score(tokens=ids, logprobs=self._thread.call(lambda core: core.score(ids, top)))
+        check_int("top", top, 0, 100)
+        logprobs = self._thread.call(lambda core, cancelled: core.score(ids, top, cancelled))
+        return Score(tokens=ids, logprobs=logprobs)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes held now, by device and by what they are for."""
-        return self._thread.call(lambda core: core.memory())
+        return self._thread.call(lambda core, _: core.memory())
 
     def close(self) -> None:
         """Cancel what runs and free everything; a second call does nothing."""
-        self._net.detach()
         self._thread.close()
+        self._net.detach()  # last, so that an interrupt before leaves the net
 
     def __enter__(self) -> Engine:
         return self
@@ -334,13 +358,13 @@ class Engine:
         ignore_eos: bool = False,
         continues_text: bool = True,
     ) -> GenerationRequest:
-        if isinstance(stop, str):
-            raise UsageError(f"stop is {stop!r}; it must be a sequence of strings")
+        if isinstance(stop, str) or not isinstance(stop, Sequence):
+            raise refusal("stop", stop, "it must be a sequence of strings")
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         request = GenerationRequest(
             tokens=self._check_tokens(tokens),
             max_tokens=max_tokens,
-            sampling=sampling or SamplingOptions(),
+            sampling=SamplingOptions() if sampling is None else sampling,
             stop=tuple(stop),
             logprobs=logprobs,
             ignore_eos=ignore_eos,
@@ -350,6 +374,8 @@ class Engine:
         return request
 
     def _check_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
+            raise refusal("tokens", tokens, "they must be a sequence of token ids")
         n_vocab = self.info.n_vocab
         for i, token in enumerate(tokens):
             if (

@@ -17,6 +17,8 @@ A class exists where a caller could act on it. The command line turns `exit_code
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def human_bytes(n: int) -> str:
     """`n` bytes in the binary unit that keeps it readable: 1536 -> '1.5 KiB'."""
@@ -32,6 +34,15 @@ class DflashError(Exception):
     """Base of every error that the package raises on purpose."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by its message, which `__init__` need not take
+        return _remade, (type(self), self.args, vars(self))
+
+
+def _remade(kind: type[DflashError], args: tuple[object, ...], fields: dict[str, object]) -> DflashError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
 
 
 class UsageError(DflashError, ValueError):

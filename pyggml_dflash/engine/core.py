@@ -7,7 +7,7 @@ their creation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -15,12 +15,18 @@ import numpy as np
 
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.sampling import logprobs_of
-from pyggml_dflash.errors import ContextOverflowError
+from pyggml_dflash.errors import Cancelled, ContextOverflowError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.requests import TokenLogprob
 from pyggml_dflash.state.slot import Slot, SlotTable
 
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
+
+IsCancelled = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
 
 
 class EngineCore:
@@ -52,16 +58,18 @@ class EngineCore:
         slot.commit(1)
         return logits
 
-    def logits(self, tokens: Sequence[int]) -> Logits:
-        """Teacher-forced logits F32 [n_tokens, n_vocab] in an idle slot."""
-        parts = [rows for _, rows in self._teacher_forced(tokens)]
+    def logits(self, tokens: Sequence[int], cancelled: IsCancelled = _never) -> Logits:
+        """Teacher-forced logits F32 [n_tokens, n_vocab] in an idle slot; `Cancelled` when asked to stop."""
+        parts = [rows for _, rows in self._teacher_forced(tokens, cancelled)]
         n_vocab = self._forwards.model.config.n_vocab
         return np.concatenate(parts) if parts else np.empty((0, n_vocab), np.float32)
 
-    def score(self, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    def score(
+        self, tokens: Sequence[int], top: int, cancelled: IsCancelled = _never
+    ) -> tuple[TokenLogprob, ...]:
         """Log-probability of each token after the first; only one chunk of logits is held at a time."""
         found: list[TokenLogprob] = []
-        for start, rows in self._teacher_forced(tokens):
+        for start, rows in self._teacher_forced(tokens, cancelled):
             following = tokens[start + 1 : start + 1 + len(rows)]
             found += [logprobs_of(row, token, top) for row, token in zip(rows, following, strict=False)]
         return tuple(found)
@@ -76,7 +84,7 @@ class EngineCore:
         self._check_thread()
         self._stack.close()
 
-    def _teacher_forced(self, tokens: Sequence[int]) -> Iterator[tuple[int, Logits]]:
+    def _teacher_forced(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[tuple[int, Logits]]:
         self._check_thread()
         if len(tokens) > self.n_ctx:
             raise ContextOverflowError(n_prompt=len(tokens), max_tokens=None, n_ctx=self.n_ctx)
@@ -84,6 +92,8 @@ class EngineCore:
         slot = self.slots[0]
         slot.reset()
         for start in range(0, len(tokens), n_rows):
+            if cancelled():
+                raise Cancelled("the call was cancelled")
             part = tokens[start : start + n_rows]
             rows = self._forwards.prefill(slot, part, "all")
             assert rows is not None

@@ -172,16 +172,15 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
         host = None if backend.is_host else _host_backend(stack, options.threads)
         forwards = Forwards(backend, ledger, model, slots, chunk=settings.chunk, host=host)
         stack.callback(forwards.close)
-        core = EngineCore(forwards, slots, ledger, settings.n_ctx, stack.pop_all())
-
-    unused = np.array(sorted({*tokenizer.unused_ids, *range(tokenizer.n_vocab, config.n_vocab)}), np.int64)
-    return Loaded(
-        core=core,
-        tokenizer=tokenizer,
-        template=template,
-        info=_info(options, file, config, settings, backend, weights, flash, slots, template),
-        forbidden_ids=unused if len(unused) else None,
-    )
+        info = _info(options, file, config, settings, backend, weights, flash, slots, template)
+        unused = sorted({*tokenizer.unused_ids, *range(tokenizer.n_vocab, config.n_vocab)})
+        return Loaded(
+            core=EngineCore(forwards, slots, ledger, settings.n_ctx, stack.pop_all()),
+            tokenizer=tokenizer,
+            template=template,
+            info=info,
+            forbidden_ids=np.array(unused, np.int64) if unused else None,
+        )
 
 
 def _host_backend(stack: ExitStack, threads: int | None) -> Backend:

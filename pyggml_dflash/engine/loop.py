@@ -16,10 +16,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from pyggml_dflash.engine.core import EngineCore
+from pyggml_dflash.engine.core import EngineCore, IsCancelled
 from pyggml_dflash.engine.generation import Generation
 from pyggml_dflash.engine.loader import Loaded
-from pyggml_dflash.errors import BackendError, Cancelled, EngineClosed
+from pyggml_dflash.errors import BackendError, Cancelled, EngineClosed, UsageError
 from pyggml_dflash.requests import GenerationRequest, GenerationResult, Progress, ProgressCallback, TextPiece
 
 # A signal that arrives just before a wait without a limit is seen only when the wait ends.
@@ -48,6 +48,7 @@ class RequestHandle:
         self._async_events: asyncio.Queue[Event] = asyncio.Queue()
         self._outcome: GenerationResult | BaseException | None = None
         self._read_end = False
+        self._pid = os.getpid()
 
     @property
     def cancelled(self) -> bool:
@@ -64,13 +65,16 @@ class RequestHandle:
             self._outcome = event
         if self._loop is None:
             self._events.put(event)
-        elif not self._loop.is_closed():
+        elif self._loop.is_closed():
+            self.cancel()  # nobody is left to read
+        else:
             self._loop.call_soon_threadsafe(self._async_events.put_nowait, event)
         if not isinstance(event, TextPiece):
             self._done.set()
 
     def next_piece(self) -> TextPiece | None:
         """The next piece, or None after the last; raises what the request raised."""
+        check_process(self._pid)
         while not self._read_end:
             try:
                 return self._take(self._events.get(timeout=WAIT_S))
@@ -92,6 +96,7 @@ class RequestHandle:
 
     def wait(self) -> None:
         """Block until the engine has let go of the request."""
+        check_process(self._pid)
         while not self._done.wait(WAIT_S):
             pass
 
@@ -104,12 +109,30 @@ class RequestHandle:
         return self._outcome
 
 
+def check_process(pid: int) -> None:
+    """Raise in a forked child, which has the objects of the process `pid`, but not its threads."""
+    if os.getpid() != pid:
+        raise BackendError(
+            "this engine was opened before a fork; open one in the child, or start it with 'spawn'"
+        )
+
+
 @dataclass(slots=True)
 class _Call(Generic[T]):
-    """A function to run on the engine's thread between requests."""
+    """A function to run on the engine's thread between requests; it asks now and then whether to go on."""
 
-    function: Callable[[EngineCore], T]
+    function: Callable[[EngineCore, IsCancelled], T]
     future: Future[T] = field(default_factory=Future)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nobody waits for the value."""
+        return self._stop.is_set()
+
+    def cancel(self) -> None:
+        """Stop after the current step."""
+        self._stop.set()
 
 
 class EngineThread:
@@ -119,7 +142,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[RequestHandle | _Call[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._running: RequestHandle | None = None
+        self._running: RequestHandle | _Call[Any] | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -139,8 +162,8 @@ class EngineThread:
         self._thread = threading.Thread(
             target=self._main, args=(loader, report, ready), name="dflash-engine", daemon=True
         )
-        self._thread.start()
         try:
+            self._thread.start()
             return _patient(ready)
         except BaseException:
             self.close()
@@ -148,10 +171,7 @@ class EngineThread:
 
     def check_open(self) -> None:
         """Raise `EngineClosed` after `close`, and a clear error in a forked child."""
-        if os.getpid() != self._pid:
-            raise BackendError(
-                "this engine was opened before a fork; open one in the child, or start it with 'spawn'"
-            )
+        check_process(self._pid)
         if self._closing.is_set():
             raise EngineClosed("Engine")
 
@@ -167,13 +187,24 @@ class EngineThread:
         self._enqueue(handle)
         return handle
 
-    def call(self, function: Callable[[EngineCore], T]) -> T:
-        """Run `function` on the engine's thread, after what was queued before, and return its value."""
+    def call(self, function: Callable[[EngineCore, IsCancelled], T]) -> T:
+        """Run `function` on the engine's thread, after what was queued before, and return its value.
+
+        Its second argument tells whether it should stop, which an interrupt of this wait and `close` ask for.
+        """
         call = _Call(function)
         self._enqueue(call)
-        return _patient(call.future)
+        try:
+            return _patient(call.future)
+        except BaseException:
+            call.cancel()
+            raise
 
     def _enqueue(self, command: RequestHandle | _Call[Any]) -> None:
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "a callback of this engine called it and would wait for itself; call it afterwards"
+            )
         with self._lock:  # nothing may be queued behind the command that ends the thread
             self.check_open()
             self._commands.put(command)
@@ -189,8 +220,9 @@ class EngineThread:
         running = self._running
         if running is not None:
             running.cancel()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        thread = self._thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join()
 
     def _main(self, loader: Loader, report: ProgressCallback, ready: Future[Loaded]) -> None:
         try:
@@ -208,14 +240,22 @@ class EngineThread:
         while (command := self._commands.get()) is not None:
             if self._closing.is_set():
                 _refuse(command)
-            elif isinstance(command, RequestHandle):
-                self._running = command
-                if self._closing.is_set():
-                    command.cancel()
+                continue
+            self._running = command
+            if self._closing.is_set():
+                command.cancel()
+            if isinstance(command, RequestHandle):
                 _answer(loaded, command)
-                self._running = None
             else:
-                _run_call(loaded.core, command)
+                self._run_call(loaded.core, command)
+            self._running = None
+
+    def _run_call(self, core: EngineCore, call: _Call[Any]) -> None:
+        try:
+            call.future.set_result(call.function(core, lambda: call.cancelled))
+        except BaseException as error:
+            closed = isinstance(error, Cancelled) and self._closing.is_set()
+            call.future.set_exception(EngineClosed("Engine") if closed else error)
 
 
 def _patient(future: Future[T]) -> T:
@@ -230,13 +270,6 @@ def _answer(loaded: Loaded, handle: RequestHandle) -> None:
         handle.emit(Generation(loaded, handle.request).run(handle))
     except BaseException as error:
         handle.emit(error)
-
-
-def _run_call(core: EngineCore, call: _Call[Any]) -> None:
-    try:
-        call.future.set_result(call.function(core))
-    except BaseException as error:
-        call.future.set_exception(error)
 
 
 def _refuse(command: RequestHandle | _Call[Any]) -> None:

@@ -78,11 +78,19 @@ class GraphAllocator(Handle):
             self._ledger.charge(device, self.label, max(0, wanted - held)).release()
             if not lib.ggml_gallocr_alloc_graph(self.ptr, graph):
                 wanted = _measure(self._backend, graph)
+                self._start_anew()
                 free = self._ledger.free(device, self._backend.memory_free())
                 raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device)
         if self.n_bytes != held or self._charge is None:
             self._release_charge()
             self._charge = self._ledger.charge(device, self.label, self.n_bytes)
+
+    def _start_anew(self) -> None:
+        """Drop everything: after a failure ggml's allocator has no memory, but trusts its plan."""
+        self.close()
+        super().__init__(
+            lib.ggml_gallocr_new(self._backend.buffer_type), lib.ggml_gallocr_free, self._backend
+        )
 
     def _release_charge(self) -> None:
         if self._charge is not None:

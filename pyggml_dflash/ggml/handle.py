@@ -27,9 +27,9 @@ def check_pointer(pointer: CData, what: str) -> CData:
 
 
 def _free_leaked(free: Free, pointer: CData, parents: tuple[object, ...], what: str) -> None:
+    free(pointer)  # before the warning, which may be an error
     del parents  # held until here, so that nothing is freed after what it was made from
     warnings.warn(f"{what} was not closed", ResourceWarning, stacklevel=2)
-    free(pointer)
 
 
 class Handle:

@@ -43,10 +43,11 @@ class GraphBuilder:
 
     def __init__(self, max_nodes: int, supports: Supports | None = None) -> None:
         self._supports = supports
-        self._context = Context(2 * max_nodes, max_nodes)
+        # A graph lists the tensors that it only reads as well; two per operation is more than any model has.
+        self._context = Context(2 * max_nodes, 2 * max_nodes)
         self._c = self._context.ptr
         self._left = max_nodes
-        self.graph: CData = lib.ggml_new_graph_custom(self._c, max_nodes, False)
+        self.graph: CData = lib.ggml_new_graph_custom(self._c, 2 * max_nodes, False)
 
     @property
     def n_bytes(self) -> int:

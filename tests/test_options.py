@@ -1,0 +1,165 @@
+"""Options and requests take what can be used as it is, and refuse the rest with its value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pyggml_dflash import EngineOptions, GenerationRequest, SamplingOptions, UsageError
+
+Options = type[EngineOptions] | type[SamplingOptions] | type[GenerationRequest]
+
+STRANGE: list[Any] = [
+    True, 0, -1, 10**400, -(10**400), 10**5000, 0.5, -0.0, 1e308, math.nan, math.inf, -math.inf, 1j,
+    "", "x", "5", "on", "\ud800", b"x", [], [1], (), (1,), ("",), ("a", 1), {}, {1: "a"}, {"a": 1.0},
+    {1: None}, {1: 10**400}, {1: math.nan}, {-1: 1.0}, {True: 1.0}, {1: np.float32(1)}, {np.int64(1): 1.0},
+    np.int64(5), np.float32(0.5), np.bool_(True), np.array([1, 2]), np.array([]), object(), Path("x"), len,
+]  # fmt: skip
+
+
+def fields_of(*classes: Options) -> list[tuple[Options, str]]:
+    return [(options, field.name) for options in classes for field in dataclasses.fields(options)]
+
+
+def made(options: Options, **values: Any) -> Any:
+    given = {"tokens": (1,), **values} if options is GenerationRequest else values
+    return options(**given)
+
+
+@pytest.mark.parametrize(("options", "name"), fields_of(EngineOptions, SamplingOptions, GenerationRequest))
+def test_a_value_is_kept_as_given_or_refused_by_name(options: Options, name: str) -> None:
+    for value in STRANGE:
+        message = ""
+        try:
+            kept = getattr(made(options, **{name: value}), name)
+        except UsageError as error:
+            message = str(error)
+        if message:
+            assert name in message or (name == "tokens" and "prompt" in message)
+            assert len(message) < 300
+        else:
+            assert kept is value or (kept == value and type(kept) is type(value))
+
+
+def test_defaults_are_accepted_and_greedy() -> None:
+    assert EngineOptions() == EngineOptions()
+    assert SamplingOptions().greedy
+    assert not SamplingOptions().changes_logits
+    assert GenerationRequest(tokens=(1, 2)).sampling == SamplingOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "good", "bad"),
+    [
+        (EngineOptions, "max_ctx", [1, 2**31 - 1], [0, 2**31, 4096.0, "32k"]),
+        (EngineOptions, "chunk", ["auto", 1, 32768], [0, 32769, "512", None]),
+        (EngineOptions, "threads", [None, 1, 512], [0, 513]),
+        (EngineOptions, "model", [None, Path("x")], ["x"]),
+        (EngineOptions, "device", [None, "CPU"], [0, b"CPU"]),
+        (EngineOptions, "cache_type_k", ["f32", "f16", "bf16", "q8_0", "q4_0"], ["q5_0", "F16", None]),
+        (EngineOptions, "cache_type_v", ["f32", "f16", "bf16", "q8_0", "q4_0"], ["q5_0", "F16", None]),
+        (EngineOptions, "flash_attn", ["auto", "on", "off"], [True, "yes", None]),
+        (EngineOptions, "repack", ["auto", "on", "off"], [True, "yes", None]),
+        (EngineOptions, "nfc", [True, False], [1, "no", None]),
+        (SamplingOptions, "temperature", [0, 0.0, 1e-30, 100], [-0.1, 100.1, None]),
+        (SamplingOptions, "top_k", [0, 1, 2**31 - 1], [-1, 1.0, 2**31]),
+        (SamplingOptions, "top_p", [1e-9, 0.5, 1], [0, 0.0, 1.1]),
+        (SamplingOptions, "min_p", [0, 0.5, 1], [-0.1, 1.1]),
+        (SamplingOptions, "repetition_penalty", [1e-9, 1, 100], [0, -1, 100.1]),
+        (SamplingOptions, "frequency_penalty", [-100, 0, 100], [-101, 101]),
+        (SamplingOptions, "presence_penalty", [-100, 0, 100], [-101, 101]),
+        (SamplingOptions, "seed", [None, 0, 2**63 - 1], [-1, 2**63, 1.0]),
+        (
+            SamplingOptions,
+            "logit_bias",
+            [{}, {0: 1}, {5: -math.inf}, {5: math.inf}, {2**40: -1e308}],
+            [[(1, 1.0)], {1: 10**309}, {"1": 1.0}],
+        ),
+        (GenerationRequest, "tokens", [(0,), (1, 2)], [(), [1], (1, -1), (True,), (1.0,), "ab", b"ab"]),
+        (GenerationRequest, "max_tokens", [None, 1, 2**31 - 1], [0, -1, 2**31, 1.0]),
+        (GenerationRequest, "stop", [(), ("a", "\n")], ["a", ["a"], ("",), (b"a",), None]),
+        (GenerationRequest, "logprobs", [None, 0, 100], [-1, 101, True]),
+        (GenerationRequest, "sampling", [SamplingOptions(seed=1)], [None, {}]),
+        (GenerationRequest, "ignore_eos", [True, False], [1, None]),
+    ],
+)
+def test_limits_are_part_of_what_is_allowed(
+    options: Options, name: str, good: list[Any], bad: list[Any]
+) -> None:
+    for value in good:
+        assert getattr(made(options, **{name: value}), name) == value
+    for value in bad:
+        with pytest.raises(UsageError, match=" is "):
+            made(options, **{name: value})
+
+
+def test_a_refusal_quotes_the_value_and_says_what_would_work() -> None:
+    for call, words in (
+        (lambda: EngineOptions(max_ctx=0), "max_ctx is 0; it must be a whole number of at least 1"),
+        (
+            lambda: EngineOptions(cache_type_k=cast(Any, "q5_0")),
+            "cache_type_k is 'q5_0'; it must be one of f32",
+        ),
+        (lambda: SamplingOptions(top_p=0), "top_p is 0; it must be a number above 0 up to 1"),
+        (
+            lambda: SamplingOptions(logit_bias={7: math.nan}),
+            "logit_bias of token 7 is nan; it must be a number",
+        ),
+        (lambda: GenerationRequest(tokens=()), "prompt is ''; it must have at least one token"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            call()
+        assert str(raised.value).startswith(words)
+
+
+def test_a_refusal_is_short_whatever_was_given() -> None:
+    with pytest.raises(UsageError) as raised:
+        EngineOptions(flash_attn="x" * 10_000)  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 200
+    with pytest.raises(UsageError, match="thousands of digits"):
+        SamplingOptions(seed=10**5000)
+
+
+def test_a_quantised_value_cache_needs_fused_attention() -> None:
+    for kind in ("q8_0", "q4_0"):
+        with pytest.raises(UsageError, match="without flash attention"):
+            EngineOptions(cache_type_v=kind, flash_attn="off")
+        EngineOptions(cache_type_k=kind, flash_attn="off")
+        EngineOptions(cache_type_v=kind)
+
+
+def test_options_do_not_change_once_they_are_made() -> None:
+    biases = {1: 2.0}
+    sampling = SamplingOptions(logit_bias=biases)
+    biases[2] = math.nan
+    assert sampling.logit_bias == {1: 2.0}
+    for value in (EngineOptions(), sampling, GenerationRequest(tokens=(1,))):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, 1)
+        assert pickle.loads(pickle.dumps(value)) == value
+        assert dataclasses.replace(value) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "greedy", "moves"),
+    [
+        ({}, True, False),
+        ({"temperature": 1}, False, False),
+        ({"temperature": 1, "top_k": 1}, True, False),
+        ({"repetition_penalty": 1.1}, True, True),
+        ({"presence_penalty": -1}, True, True),
+        ({"frequency_penalty": 0.5, "temperature": 1}, False, True),
+        ({"logit_bias": {1: 0.0}}, True, True),
+    ],
+)
+def test_what_sampling_does_follows_from_its_options(
+    changes: dict[str, Any], greedy: bool, moves: bool
+) -> None:
+    sampling = SamplingOptions(**changes)
+    assert (sampling.greedy, sampling.changes_logits) == (greedy, moves)

@@ -76,11 +76,15 @@ class KVView:
         return cls(state[f"blk.{layer}.k"], state[f"blk.{layer}.v"], config.head_dim, config.n_head_kv)
 
     def write(self, g: GraphBuilder, k: Tensor, v: Tensor, rows: Tensor) -> None:
-        """Store new keys and values [head_dim, head_kv, M] at `rows`, counted over all slots."""
+        """Store new keys and values [head_dim, head_kv, M] at `rows`, counted over all slots.
+
+        Nodes stand in the order in which GPU back ends fuse norm, rotation and store: rope, view, set_rows.
+        """
         for cache, new in ((self.k, k), (self.v, v)):
             width, n_ctx, n_slots, _ = cache.shape
-            flat = g.reshape(cache, width, n_ctx * n_slots)
-            g.expand(g.set_rows(flat, g.reshape(new, width, rows.shape[0]), rows))
+            flat = g.expand(g.reshape(cache, width, n_ctx * n_slots))
+            new_rows = g.view(new, (width, rows.shape[0]), (new.strides[2],), 0)
+            g.expand(g.set_rows(flat, new_rows, rows))
 
     def _read(self, g: GraphBuilder, cache: Tensor, step: Step) -> Tensor:
         _, row, slot, _ = cache.strides
@@ -224,7 +228,9 @@ def delta_net(
     decay, beta = g.reshape(decay, *gates), g.reshape(beta, *gates)
     out = g.gated_delta_net(unit_rows(g, q, eps), unit_rows(g, k, eps), v, decay, beta, memory)
     rows_bytes = 4 * net.value_dim * n_tokens
-    g.expand(g.copy(g.view(out, (d * d * net.n_value_head,), (), rows_bytes), memory))
+    size = d * d * net.n_value_head
+    target = g.view(memory, (size,), (), 0)  # flat, as GPU back ends fuse the copy into the operation
+    g.expand(g.copy(g.view(out, (size,), (), rows_bytes), target))
 
     heads = (d, net.n_value_head, n_tokens)
     rows = g.view(out, heads, (4 * d, 4 * net.value_dim), 0)

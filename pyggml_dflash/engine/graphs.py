@@ -115,6 +115,7 @@ class Inputs:
         self.x, self.positions = self._arena["x"], self._arena["positions"]
         self.rows, self.mask = self._arena["rows"], self._arena["mask"]
         self.mask.array[:] = -np.inf
+        self._triangle = np.triu(np.full((max_rows, max_rows), -np.inf, np.float16), 1)
         self._n_embd, self._embedded = config.n_embd, embedded
         self._shown: tuple[int, int] | None = None  # slot and n_past that a one-row mask shows
 
@@ -170,8 +171,8 @@ class Inputs:
         """Row i sees cache rows up to n_past + i."""
         mask = self.mask.array[: n * n_kv].reshape(n, n_kv)
         mask[:, :n_past] = 0
-        mask[:, n_past:] = -np.inf
-        mask[:, n_past : n_past + n][np.tril_indices(n)] = 0
+        mask[:, n_past : n_past + n] = self._triangle[:n, :n]
+        mask[:, n_past + n :] = -np.inf
         self.mask.upload(0, n * n_kv)
 
     def close(self) -> None:

@@ -243,11 +243,16 @@ def build_into_tree(options: Options, tree: Path = TREE) -> bool:
 
 
 class NativeBuildHook(Hook):
-    """hatchling's side: a wheel takes the files from the cache, an editable install from the tree."""
+    """hatchling's side: a wheel takes the files from the cache, an editable install from the tree.
+
+    A source package takes nothing: it is built where it is installed.
+    """
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name == "sdist":
+            return
         try:
             options = read_options(os.environ)
             if version == "editable":

@@ -24,6 +24,7 @@ from pyggml_dflash.requests import GenerationRequest, GenerationResult, Progress
 
 # A signal that arrives just before a wait without a limit is seen only when the wait ends.
 WAIT_S: Final = 0.25
+OWN_CALLBACK: Final = "a callback of this engine called it and would wait for itself; call it afterwards"
 
 T = TypeVar("T")
 Event = TextPiece | GenerationResult | BaseException
@@ -38,8 +39,11 @@ class RequestHandle:
         request: GenerationRequest,
         progress: ProgressCallback | None,
         loop: asyncio.AbstractEventLoop | None,
+        server: threading.Thread | None,
     ) -> None:
+        """`server`: the thread that answers, which must never wait for an answer."""
         self.request, self.progress = request, progress
+        self._server = server
         self.submitted_s = time.perf_counter()
         self._stop = threading.Event()
         self._done = threading.Event()
@@ -68,13 +72,26 @@ class RequestHandle:
         elif self._loop.is_closed():
             self.cancel()  # nobody is left to read
         else:
-            self._loop.call_soon_threadsafe(self._async_events.put_nowait, event)
+            try:
+                self._loop.call_soon_threadsafe(self._async_events.put_nowait, event)
+            except RuntimeError:  # closed in between
+                self.cancel()
         if not isinstance(event, TextPiece):
             self._done.set()
 
+    @property
+    def is_own_callback(self) -> bool:
+        """True on the thread that answers the request, as in a progress callback."""
+        return threading.current_thread() is self._server
+
+    def _check_caller(self) -> None:
+        check_process(self._pid)
+        if self.is_own_callback:
+            raise UsageError(OWN_CALLBACK)
+
     def next_piece(self) -> TextPiece | None:
         """The next piece, or None after the last; raises what the request raised."""
-        check_process(self._pid)
+        self._check_caller()
         while not self._read_end:
             try:
                 return self._take(self._events.get(timeout=WAIT_S))
@@ -96,7 +113,7 @@ class RequestHandle:
 
     def wait(self) -> None:
         """Block until the engine has let go of the request."""
-        check_process(self._pid)
+        self._check_caller()
         while not self._done.wait(WAIT_S):
             pass
 
@@ -183,7 +200,7 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> RequestHandle:
         """Queue a request; its events go to `loop` when one is given."""
-        handle = RequestHandle(request, progress, loop)
+        handle = RequestHandle(request, progress, loop, self._thread)
         self._enqueue(handle)
         return handle
 
@@ -202,9 +219,8 @@ class EngineThread:
 
     def _enqueue(self, command: RequestHandle | _Call[Any]) -> None:
         if threading.current_thread() is self._thread:
-            raise UsageError(
-                "a callback of this engine called it and would wait for itself; call it afterwards"
-            )
+            raise UsageError(OWN_CALLBACK)
+        check_process(self._pid)  # in a child the lock may be held for ever
         with self._lock:  # nothing may be queued behind the command that ends the thread
             self.check_open()
             self._commands.put(command)
@@ -268,6 +284,8 @@ def _patient(future: Future[T]) -> T:
 def _answer(loaded: Loaded, handle: RequestHandle) -> None:
     try:
         handle.emit(Generation(loaded, handle.request).run(handle))
+    except (StopIteration, StopAsyncIteration) as error:  # would end the caller's loop as if all were well
+        handle.emit(RuntimeError(f"a callback raised {type(error).__name__}"))
     except BaseException as error:
         handle.emit(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -152,6 +153,28 @@ def physical_cores() -> int:
     return max(1, len(seen))
 
 
+def check_threads(n: int) -> None:
+    """Raise `BackendError` if this process may not start `n` threads; OpenMP would end the process.
+
+    The threads are started and ended again, all at once.
+    """
+    go = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(n - 1):  # the caller's own thread computes too
+            thread = threading.Thread(target=go.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise BackendError(
+            f"threads is {n}; the system lets this process start only {len(started) + 1}"
+        ) from error
+    finally:
+        go.set()
+        for thread in started:
+            thread.join()
+
+
 class Backend(Handle):
     """A stream of work on one device. Freed last of all native objects."""
 
@@ -165,6 +188,12 @@ class Backend(Handle):
         self._device = device
         self.info = info
         self.n_threads = threads or physical_cores()
+        if info.kind == "cpu":
+            try:
+                check_threads(self.n_threads)
+            except BaseException:
+                self.close()
+                raise
         if info.kind == "cpu":
             lib.ggml_backend_cpu_set_n_threads(self.ptr, self.n_threads)
 

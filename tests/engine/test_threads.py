@@ -6,14 +6,23 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyggml_dflash import Engine, EngineClosed, GenerationResult, Progress, SamplingOptions, TextPiece
+from pyggml_dflash import (
+    Engine,
+    EngineClosed,
+    GenerationResult,
+    Progress,
+    SamplingOptions,
+    TextPiece,
+    TextStream,
+    UsageError,
+)
 from tests.engine.apart import program
 from tests.engine.hostile import edited
 from tests.engine.scripted import START, scripted
@@ -431,3 +440,50 @@ def test_an_astream_that_is_never_started_costs_nothing() -> None:
         asyncio.run(use(engine))
         gc.collect()
         assert engine.generate(prompt(5), max_tokens=1).usage.completion_tokens <= 1
+
+
+@pytest.fixture
+def small() -> Iterator[Engine]:
+    with opened(LLAMA, max_ctx=64) as engine:
+        yield engine
+
+
+def test_a_stream_closed_in_its_own_callback_ends_and_the_engine_goes_on(small: Engine) -> None:
+    streams: list[TextStream] = []
+
+    def stop(progress: Progress) -> None:
+        if streams:
+            streams[0].close()
+
+    ready = threading.Event()
+
+    def hold(progress: Progress) -> None:
+        ready.wait(60)
+        stop(progress)
+
+    streams.append(small.stream([5] * 40, max_tokens=20, ignore_eos=True, progress=hold))
+    ready.set()
+    assert streams[0].result.finish_reason == "cancelled"
+    assert len(small.generate([5, 6], max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def test_a_callback_that_waits_for_its_own_stream_is_told_so(small: Engine) -> None:
+    streams: list[TextStream] = []
+    ready = threading.Event()
+
+    def wait(progress: Progress) -> None:
+        ready.wait(60)
+        _ = streams[0].result
+
+    streams.append(small.stream([5] * 40, max_tokens=20, progress=wait))
+    ready.set()
+    with pytest.raises(UsageError, match="would wait for itself"):
+        _ = streams[0].result
+
+
+def test_a_callback_cannot_end_the_callers_loop_unnoticed(small: Engine) -> None:
+    def end(progress: Progress) -> None:
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(small.stream([5] * 40, max_tokens=3, progress=end))

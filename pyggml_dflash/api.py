@@ -30,6 +30,7 @@ from pyggml_dflash.options import (
     EngineOptions,
     KVType,
     SamplingOptions,
+    Spec,
     Switch,
     check_int,
     refusal,
@@ -61,7 +62,8 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp of the mean negative log-probability."""
-        return float(np.exp(-self.logprob / max(1, len(self.logprobs))))
+        with np.errstate(over="ignore"):  # infinity says it
+            return float(np.exp(-self.logprob / max(1, len(self.logprobs))))
 
 
 class TextStream(Iterator[TextPiece]):
@@ -94,9 +96,10 @@ class TextStream(Iterator[TextPiece]):
         self._handle.cancel()
 
     def close(self) -> None:
-        """Cancel, and wait until the engine has let go of the request."""
+        """Cancel, and wait until the engine has let go of the request; in a callback, only cancel."""
         self._handle.cancel()
-        self._handle.wait()
+        if not self._handle.is_own_callback:
+            self._handle.wait()
 
     def __enter__(self) -> TextStream:
         return self
@@ -110,12 +113,12 @@ class TextStream(Iterator[TextPiece]):
         self._handle.cancel()
 
 
-def _path(model: object) -> Path | None:
-    if model is None or isinstance(model, Path):
-        return model
-    if not isinstance(model, (str, os.PathLike)) or isinstance(os.fspath(model), bytes):
-        raise refusal("model", model, "it must be the path of a file")
-    return Path(model)
+def _path(file: object, name: str) -> Path | None:
+    if file is None or isinstance(file, Path):
+        return file
+    if not isinstance(file, (str, os.PathLike)) or isinstance(os.fspath(file), bytes):
+        raise refusal(name, file, "it must be the path of a file")
+    return Path(file)
 
 
 def _close_leaked(thread: EngineThread) -> None:
@@ -160,6 +163,9 @@ class Engine:
         cache_type_v: KVType = "f16",
         flash_attn: Switch = "auto",
         repack: Switch = "auto",
+        draft: str | Path | None = None,
+        spec: Spec = "auto",
+        spec_width: int | None = None,
         nfc: bool = True,
         progress: ProgressCallback | None = None,
     ) -> Engine:
@@ -169,7 +175,7 @@ class Engine:
         weights load and prompts are read.
         """
         options = EngineOptions(
-            model=_path(model),
+            model=_path(model, "model"),
             max_ctx=max_ctx,
             chunk=chunk,
             device=device,
@@ -178,6 +184,9 @@ class Engine:
             cache_type_v=cache_type_v,
             flash_attn=flash_attn,
             repack=repack,
+            draft=_path(draft, "draft"),
+            spec=spec,
+            spec_width=spec_width,
             nfc=nfc,
         )
         return cls(options, progress=progress)

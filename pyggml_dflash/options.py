@@ -18,6 +18,7 @@ from pyggml_dflash.errors import UsageError
 KVType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Auto = Literal["auto"]
 Switch = Literal["auto", "on", "off"]
+Spec = Literal["auto", "off", "dflash", "mtp"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
 MAX_SEED: Final = 2**63 - 1
@@ -76,6 +77,9 @@ class EngineOptions:
     cache_type_v: KVType = "f16"
     flash_attn: Switch = "auto"
     repack: Switch = "auto"  # weights in ggml's repacked CPU layouts
+    draft: Path | None = None  # a DFlash draft made for the model
+    spec: Spec = "auto"  # speculative decoding; auto: with the draft, if there is one
+    spec_width: int | None = None  # rows of a verify forward; None: what measured cost and acceptance say
     nfc: bool = True  # Unicode NFC before tokenizing where the model was trained so; False: as llama.cpp
 
     def __post_init__(self) -> None:
@@ -94,10 +98,22 @@ class EngineOptions:
         check_choice("flash_attn", self.flash_attn, get_args(Switch))
         check_choice("repack", self.repack, get_args(Switch))
         check_flag("nfc", self.nfc)
+        self._check_speculation()
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
             raise refusal(
                 "cache_type_v", self.cache_type_v, "without flash attention it must be f32, f16 or bf16"
             )
+
+    def _check_speculation(self) -> None:
+        check_choice("spec", self.spec, get_args(Spec))
+        if self.draft is not None and not isinstance(self.draft, Path):
+            raise refusal("draft", self.draft, "it must be a pathlib.Path or None")
+        if self.spec == "dflash" and self.draft is None:
+            raise refusal("spec", self.spec, "it needs a draft")
+        if self.spec == "mtp" and self.draft is not None:
+            raise refusal("spec", self.spec, "it uses the model's own MTP block; leave the draft out")
+        if self.spec_width is not None:
+            check_int("spec_width", self.spec_width, 2, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

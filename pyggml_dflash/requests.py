@@ -83,6 +83,27 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """What drafting did for one request: counts, and seconds by phase."""
+
+    drafter: str
+    verify_steps: int
+    plain_steps: int
+    drafted: int
+    accepted: int
+    accept_rates: tuple[float, ...]  # per depth: of the drafts verified there, the part that held
+    gave_up: int  # times drafting was put aside for a burst of plain steps, since it did not pay
+    draft_s: float
+    verify_s: float
+    rollback_s: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per verify step, the target's own included."""
+        return 1 + self.accepted / max(1, self.verify_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
     """The whole answer to a request."""
 
@@ -94,6 +115,7 @@ class GenerationResult:
     seed: int | None = None  # the seed in force; None when greedy
     stop: str | None = None  # the stop string that ended the answer
     logprobs: tuple[TokenLogprob, ...] = ()
+    speculation: SpeculationStats | None = None  # None: decoded plainly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec
 
 OutputKind = Literal["none", "last", "all"]
+StateUpdate = Literal["commit", "snapshots", "replay"]
 Tap = Callable[[str, Tensor], None]
 
 
@@ -63,12 +64,27 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
-    """What the topology of a forward depends on; two steps with one key can share a graph."""
+    """What the topology of a forward depends on; two steps with one key can share a graph.
+
+    `update` says what becomes of the recurrent state: overwritten with the state after the last row
+    ('commit'), or left as it is while what a later `build_commit` needs is recorded: the state after
+    every row ('snapshots'), or the rows that the recurrence was fed with ('replay').
+    """
 
     n_tokens: int
     n_kv: int  # cache rows attended to, a whole number of buckets
     slot: int
     output: OutputKind
+    update: StateUpdate = "commit"
+    capture: bool = False  # record what a drafter reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """What a drafter reads of a target forward: inputs of layers, in this order, and the head's input."""
+
+    layers: tuple[int, ...] = ()
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +103,50 @@ class Step:
     mask: Tensor
     flash_attn: bool
     tap: Tap | None = None  # called with named intermediate tensors, to look inside a forward
+    record: Record | None = None  # where verify forwards and captures write
+    capture: Capture | None = None  # what the key's `capture` asks for
 
     def show(self, name: str, x: Tensor) -> None:
         """Offer `x` to whoever looks inside."""
         if self.tap is not None:
             self.tap(name, x)
 
+    def capture_layer(self, g: GraphBuilder, layer: int, x: Tensor) -> None:
+        """Record x [n_embd, M], the input of a trunk layer, if the drafter reads it."""
+        if self.capture is None or layer not in self.capture.layers:
+            return
+        assert self.record is not None
+        target, width = self.record["features"], x.shape[0]
+        row, offset = target.strides[1], 4 * width * self.capture.layers.index(layer)
+        g.expand(g.copy(x, g.view(target, (width, x.shape[1]), (row,), offset)))
+
+    def capture_hidden(self, g: GraphBuilder, x: Tensor) -> None:
+        """Record x [n_embd, M], what the head reads, behind the row that was recorded last."""
+        if self.capture is None or not self.capture.hidden:
+            return
+        assert self.record is not None
+        target = self.record["hidden"]
+        row = target.strides[1]
+        g.expand(g.copy(x, g.view(target, (x.shape[0], x.shape[1]), (row,), row)))
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """True if the last layer has to be computed for every row."""
+        return self.key.output == "all" or (self.capture is not None and self.capture.hidden)
+
 
 State = Mapping[str, Tensor]
+Record = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Which rows of a recorded forward become part of a slot's state."""
+
+    slot: int
+    update: StateUpdate
+    width: int  # rows of the forward
+    n_keep: int  # its first rows that stay
 
 
 class Architecture(Protocol):
@@ -125,3 +177,17 @@ class Architecture(Protocol):
 
         Returns the logits F32 [n_vocab, rows], or None for output 'none'.
         """
+
+    def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
+        """What forwards of up to `width` rows record instead of committing the recurrent state."""
+
+    def build_commit(
+        self,
+        g: GraphBuilder,
+        config: ModelConfig,
+        weights: LoadedWeights,
+        state: State,
+        record: Record,
+        commit: Commit,
+    ) -> None:
+        """Append what brings the recurrent state to the first `n_keep` rows of a recorded forward."""

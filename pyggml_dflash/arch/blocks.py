@@ -197,42 +197,95 @@ def unit_rows(g: GraphBuilder, x: Tensor, eps: float) -> Tensor:
     return g.scale(g.rms_norm(x, eps / n), n**-0.5)
 
 
-def delta_net(
-    g: GraphBuilder, w: BlockWeights, x: Tensor, conv: Tensor, memory: Tensor, net: DeltaNetConfig, eps: float
-) -> Tensor:
-    """Gated DeltaNet over the M rows of one sequence, before its output projection: [value_dim, M].
+@dataclass(frozen=True, slots=True)
+class DeltaRows:
+    """What the recurrence of a delta net is fed with: mixed [conv_dim, M], decay and beta [value head, M]."""
 
-    `conv` [taps - 1, conv_dim] and `memory` [d, d, value head] are the sequence's state; both are
-    read, then overwritten with the state after the last row.
-    """
-    d, n_tokens, channels = net.head_dim, x.shape[1], net.conv_dim
-    mixed = w.linear(g, "attn_qkv", x)  # [conv_dim, M]
-    z = w.linear(g, "attn_gate", x)
-    beta = g.sigmoid(w.linear(g, "ssm_beta", x))
+    mixed: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def delta_rows(g: GraphBuilder, w: BlockWeights, x: Tensor) -> DeltaRows:
+    """Project x [n_embd, M]; decay is the log of a factor."""
     decay = g.softplus(g.add(w.linear(g, "ssm_alpha", x), w["ssm_dt.bias"]))
-    decay = g.mul(decay, w["ssm_a"])
+    return DeltaRows(
+        mixed=w.linear(g, "attn_qkv", x),
+        decay=g.mul(decay, w["ssm_a"]),
+        beta=g.sigmoid(w.linear(g, "ssm_beta", x)),
+    )
 
-    window = g.concat(conv, g.transpose(mixed), 0)  # [taps - 1 + M, conv_dim]
-    tail = g.view(window, (net.n_taps - 1, channels), (window.strides[1],), 4 * n_tokens)
-    g.expand(g.copy(tail, conv))
-    y = g.silu(g.ssm_conv(window, w["ssm_conv1d.weight"]))  # [conv_dim, M]
 
-    row = y.strides[1]
-    q, k, v = (
-        g.view(y, (d, heads, n_tokens, 1), (4 * d, row, row * n_tokens), 4 * start)
-        for heads, start in (
-            (net.n_key_head, 0), (net.n_key_head, net.key_dim), (net.n_value_head, 2 * net.key_dim)
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """A sequence's recurrent state: conv [taps - 1, conv_dim], memory [d, d, value head]."""
+
+    conv: Tensor
+    memory: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaScan:
+    """A delta net run over rows: the convolution's window [taps - 1 + M, conv_dim] and the op's result."""
+
+    window: Tensor
+    out: Tensor
+    net: DeltaNetConfig
+    n_tokens: int
+
+    def outputs(self, g: GraphBuilder) -> Tensor:
+        """[d, value head, M]."""
+        net = self.net
+        return g.view(
+            self.out,
+            (net.head_dim, net.n_value_head, self.n_tokens),
+            (4 * net.head_dim, 4 * net.value_dim),
+            0,
         )
-    )  # fmt: skip
-    gates = (1, net.n_value_head, n_tokens, 1)
-    decay, beta = g.reshape(decay, *gates), g.reshape(beta, *gates)
-    out = g.gated_delta_net(unit_rows(g, q, eps), unit_rows(g, k, eps), v, decay, beta, memory)
-    rows_bytes = 4 * net.value_dim * n_tokens
-    size = d * d * net.n_value_head
-    target = g.view(memory, (size,), (), 0)  # flat, as GPU back ends fuse the copy into the operation
-    g.expand(g.copy(g.view(out, (size,), (), rows_bytes), target))
 
-    heads = (d, net.n_value_head, n_tokens)
-    rows = g.view(out, heads, (4 * d, 4 * net.value_dim), 0)
-    gated = g.mul(norm(g, rows, w["ssm_norm.weight"], eps), g.silu(g.reshape(z, *heads)))
+    def memories(self, g: GraphBuilder, n: int) -> Tensor:
+        """[d * d * value head, n]: the newest n states, newest first."""
+        size = self.net.head_dim * self.net.value_dim
+        return g.view(self.out, (size, n), (4 * size,), 4 * self.net.value_dim * self.n_tokens)
+
+    def commit(self, g: GraphBuilder, state: DeltaState) -> None:
+        """Overwrite the state with the one after the last row."""
+        net = self.net
+        shape, offset = (net.n_taps - 1, net.conv_dim), 4 * self.n_tokens
+        g.expand(g.copy(g.view(self.window, shape, (self.window.strides[1],), offset), state.conv))
+        newest = self.memories(g, 1)
+        target = g.view(state.memory, (newest.shape[0],), (), 0)  # flat: GPU back ends fuse this copy
+        g.expand(g.copy(newest, target))
+
+
+def delta_scan(
+    g: GraphBuilder,
+    w: BlockWeights,
+    rows: DeltaRows,
+    state: DeltaState,
+    net: DeltaNetConfig,
+    eps: float,
+    n_states: int = 1,
+) -> DeltaScan:
+    """Convolve and run the gated delta rule from `state`, which is only read; keep `n_states` states."""
+    d, n_tokens = net.head_dim, rows.mixed.shape[1]
+    window = g.concat(state.conv, g.transpose(rows.mixed), 0)  # [taps - 1 + M, conv_dim]
+    y = g.silu(g.ssm_conv(window, w["ssm_conv1d.weight"]))  # [conv_dim, M]
+    row = y.strides[1]
+    parts = ((net.n_key_head, 0), (net.n_key_head, net.key_dim), (net.n_value_head, 2 * net.key_dim))
+    q, k, v = (
+        g.view(y, (d, heads, n_tokens, 1), (4 * d, row, row * n_tokens), 4 * start) for heads, start in parts
+    )
+    gates = (1, net.n_value_head, n_tokens, 1)
+    decay, beta = g.reshape(rows.decay, *gates), g.reshape(rows.beta, *gates)
+    q, k = unit_rows(g, q, eps), unit_rows(g, k, eps)
+    out = g.gated_delta_net(q, k, v, decay, beta, state.memory, n_states)
+    return DeltaScan(window, out, net, n_tokens)
+
+
+def gate_delta(g: GraphBuilder, w: BlockWeights, scan: DeltaScan, z: Tensor, eps: float) -> Tensor:
+    """Normalise the outputs per head and gate them with silu(z): [value_dim, M]."""
+    net, n_tokens = scan.net, scan.n_tokens
+    rows = norm(g, scan.outputs(g), w["ssm_norm.weight"], eps)
+    gated = g.mul(rows, g.silu(g.reshape(z, net.head_dim, net.n_value_head, n_tokens)))
     return g.reshape(gated, net.value_dim, n_tokens)

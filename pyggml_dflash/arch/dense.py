@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyggml_dflash.arch.base import State, StateLayout, StateTensor, Step
+from pyggml_dflash.arch.base import Commit, Record, State, StateLayout, StateTensor, StateUpdate, Step
 from pyggml_dflash.arch.blocks import (
     KVView,
     attend,
@@ -140,13 +140,14 @@ class DenseArchitecture:
         step.show("h_embed", x)
         for i in range(config.n_layer):
             w, last = weights.block(i), i == config.n_layer - 1
+            step.capture_layer(g, i, x)
             h = self._attention(
                 g, config, weights, i, norm(g, x, w["attn_norm.weight"], config.norm_eps), state, step
             )
-            if last and step.key.output == "none":
+            if last and step.key.output == "none" and not step.needs_all_rows:
                 return None  # the cache is written; nothing reads the rest
             step.show(f"h_mixer{i}", h)
-            if last:
+            if last and not step.needs_all_rows:
                 x, h = last_row(g, x, step), last_row(g, h, step)
             x = g.add(h, x)
             h = feed_forward(g, w, norm(g, x, w["ffn_norm.weight"], config.norm_eps))
@@ -155,7 +156,25 @@ class DenseArchitecture:
             step.show(f"h_layer{i}", x)
         x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
         step.show("h_final", x)
-        return head(g, weights, x)
+        step.capture_hidden(g, x)
+        if step.key.output == "none":
+            return None
+        return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
+
+    def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
+        """Nothing: rows of the cache behind `n_past` are written again."""
+        return ()
+
+    def build_commit(
+        self,
+        g: GraphBuilder,
+        config: ModelConfig,
+        weights: LoadedWeights,
+        state: State,
+        record: Record,
+        commit: Commit,
+    ) -> None:
+        """Nothing to do: there is no recurrent state."""
 
     def _attention(
         self,

@@ -10,14 +10,28 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from pyggml_dflash.arch.base import State, StateLayout, StateTensor, Step
+from pyggml_dflash.arch.base import (
+    Commit,
+    GraphKey,
+    Record,
+    State,
+    StateLayout,
+    StateTensor,
+    StateUpdate,
+    Step,
+)
 from pyggml_dflash.arch.blocks import (
+    DeltaRows,
+    DeltaScan,
+    DeltaState,
     KVView,
     attend,
-    delta_net,
+    delta_rows,
+    delta_scan,
     embed,
     experts,
     feed_forward,
+    gate_delta,
     head,
     last_row,
     norm,
@@ -136,21 +150,23 @@ class Qwen35Architecture:
         specs = outer_specs(config)
         for i in range(config.n_layer):
             prefix = f"blk.{i}."
-            specs += [
-                vector(f"{prefix}attn_norm.weight", config.n_embd),
-                vector(f"{prefix}post_attention_norm.weight", config.n_embd),
-                *(
-                    self._mixer_specs(prefix, config)
-                    if config.recurrent[i]
-                    else self._attention_specs(file, prefix, config)
-                ),
-                *(
-                    ffn_specs(file, prefix, config)
-                    if config.moe is None
-                    else self._moe_specs(file, prefix, config)
-                ),
-            ]
+            if config.recurrent[i]:
+                specs += [*self._mixer_specs(prefix, config), *self._shared_specs(file, prefix, config)]
+            else:
+                specs += self.attention_layer_tensors(file, prefix, config)
         return specs
+
+    def attention_layer_tensors(self, file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+        """Every tensor of one attention layer, its feed-forward part included."""
+        return [*self._attention_specs(file, prefix, config), *self._shared_specs(file, prefix, config)]
+
+    def _shared_specs(self, file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+        dense = config.moe is None
+        return [
+            vector(f"{prefix}attn_norm.weight", config.n_embd),
+            vector(f"{prefix}post_attention_norm.weight", config.n_embd),
+            *(ffn_specs(file, prefix, config) if dense else self._moe_specs(file, prefix, config)),
+        ]
 
     @staticmethod
     def _attention_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
@@ -232,12 +248,13 @@ class Qwen35Architecture:
         step.show("h_embed", x)
         for i in range(config.n_layer):
             w, last = weights.block(i), i == config.n_layer - 1
+            step.capture_layer(g, i, x)
             h = norm(g, x, w["attn_norm.weight"], config.norm_eps)
             h = self._mixer(g, config, weights, i, h, state, step)
-            if last and step.key.output == "none":
+            if last and step.key.output == "none" and not step.needs_all_rows:
                 return None  # the state is written; nothing reads the rest
             step.show(f"h_mixer{i}", h)
-            if last:
+            if last and not step.needs_all_rows:
                 x, h = last_row(g, x, step), last_row(g, h, step)
             x = g.add(h, x)
             h = norm(g, x, w["post_attention_norm.weight"], config.norm_eps)
@@ -247,7 +264,10 @@ class Qwen35Architecture:
             step.show(f"h_layer{i}", x)
         x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
         step.show("h_final", x)
-        return head(g, weights, x)
+        step.capture_hidden(g, x)
+        if step.key.output == "none":
+            return None
+        return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
 
     def _mixer(
         self,
@@ -264,12 +284,102 @@ class Qwen35Architecture:
             return w.linear(g, "attn_output", gated_attention(g, config, weights, layer, x, state, step))
         net = config.delta_net
         assert net is not None
-        slot = step.key.slot
-        conv = _slot_view(g, state[f"blk.{layer}.conv"], (net.n_taps - 1, net.conv_dim), slot)
-        memory = _slot_view(
-            g, state[f"blk.{layer}.memory"], (net.head_dim, net.head_dim, net.n_value_head), slot
-        )
-        return w.linear(g, "ssm_out", delta_net(g, w, x, conv, memory, net, config.norm_eps))
+        now, eps = slot_state(g, config, state, layer, step.key.slot), config.norm_eps
+        rows = delta_rows(g, w, x)
+        n_states = step.key.n_tokens if step.key.update == "snapshots" else 1
+        scan = delta_scan(g, w, rows, now, net, eps, n_states)
+        if step.key.update == "commit":
+            scan.commit(g, now)
+        else:
+            assert step.record is not None
+            record_rows(g, step.record, layer, rows, scan, step.key)
+        return w.linear(g, "ssm_out", gate_delta(g, w, scan, w.linear(g, "attn_gate", x), eps))
+
+    def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
+        """Windows and states after every row, or the rows that the recurrences were fed with."""
+        net, found = config.delta_net, []
+        assert net is not None
+        shapes: dict[str, tuple[int, ...]] = {
+            "window": (net.n_taps - 1 + width, net.conv_dim),
+            "memories": (net.head_dim * net.value_dim, width),
+        }
+        if update == "replay":
+            gate = (net.n_value_head, width)
+            shapes = {"mixed": (net.conv_dim, width), "decay": gate, "beta": gate}
+        for i, recurrent in enumerate(config.recurrent):
+            if recurrent:
+                found += [
+                    StateTensor(name=f"blk.{i}.{name}", type=ElementType.F32, shape=shape, grows=False)
+                    for name, shape in shapes.items()
+                ]
+        return tuple(found)
+
+    def build_commit(
+        self,
+        g: GraphBuilder,
+        config: ModelConfig,
+        weights: LoadedWeights,
+        state: State,
+        record: Record,
+        commit: Commit,
+    ) -> None:
+        """Copy the state after `n_keep` rows, or run the recurrences again over those rows."""
+        net = config.delta_net
+        assert net is not None
+        for i, recurrent in enumerate(config.recurrent):
+            if not recurrent:
+                continue
+            now = slot_state(g, config, state, i, commit.slot)
+            if commit.update == "replay":
+                rows = recorded_rows(g, record, i, commit.n_keep)
+                delta_scan(g, weights.block(i), rows, now, net, config.norm_eps).commit(g, now)
+                continue
+            window, memories = record[f"blk.{i}.window"], record[f"blk.{i}.memories"]
+            row = 4 * (net.n_taps - 1 + commit.width)
+            kept = g.view(window, (net.n_taps - 1, net.conv_dim), (row,), 4 * commit.n_keep)
+            g.expand(g.copy(kept, now.conv))
+            size = memories.shape[0]
+            newest = g.view(memories, (size,), (), 4 * size * (commit.width - commit.n_keep))
+            g.expand(g.copy(newest, now.memory))
+
+
+def record_rows(
+    g: GraphBuilder, record: Record, layer: int, rows: DeltaRows, scan: DeltaScan, key: GraphKey
+) -> None:
+    """Write what `build_commit` needs of a forward that leaves the state as it was."""
+    name, n = f"blk.{layer}.", key.n_tokens
+    if key.update == "snapshots":
+        size = scan.window.shape[0] * scan.window.shape[1]
+        flat = g.view(record[f"{name}window"], (size,), (), 0)
+        g.expand(g.copy(scan.window, flat))
+        memories = record[f"{name}memories"]
+        target = g.view(memories, (memories.shape[0], n), (memories.strides[1],), 0)
+        g.expand(g.copy(scan.memories(g, n), target))
+        return
+    for part, x in (("mixed", rows.mixed), ("decay", rows.decay), ("beta", rows.beta)):
+        target = record[name + part]
+        g.expand(g.copy(x, g.view(target, (x.shape[0], n), (target.strides[1],), 0)))
+
+
+def recorded_rows(g: GraphBuilder, record: Record, layer: int, n: int) -> DeltaRows:
+    """The first `n` rows that `record_rows` wrote for a replay."""
+
+    def first(part: str) -> Tensor:
+        x = record[f"blk.{layer}.{part}"]
+        return g.view(x, (x.shape[0], n), (x.strides[1],), 0)
+
+    return DeltaRows(first("mixed"), first("decay"), first("beta"))
+
+
+def slot_state(g: GraphBuilder, config: ModelConfig, state: State, layer: int, slot: int) -> DeltaState:
+    """The recurrent state of one layer and slot."""
+    net = config.delta_net
+    assert net is not None
+    conv, memory = (net.n_taps - 1, net.conv_dim), (net.head_dim, net.head_dim, net.n_value_head)
+    return DeltaState(
+        _slot_view(g, state[f"blk.{layer}.conv"], conv, slot),
+        _slot_view(g, state[f"blk.{layer}.memory"], memory, slot),
+    )
 
 
 def _slot_view(g: GraphBuilder, x: Tensor, shape: tuple[int, ...], slot: int) -> Tensor:

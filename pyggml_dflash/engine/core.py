@@ -13,8 +13,11 @@ from typing import Final
 
 import numpy as np
 
+from pyggml_dflash.arch.base import OutputKind
+from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.graphs import Forwards, Logits
-from pyggml_dflash.engine.sampling import logprobs_of
+from pyggml_dflash.engine.sampling import Sampler, logprobs_of
+from pyggml_dflash.engine.speculate import Speculation
 from pyggml_dflash.errors import Cancelled, ContextOverflowError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.requests import TokenLogprob
@@ -33,8 +36,15 @@ class EngineCore:
     """One loaded model with its slots; `stack` holds everything it must free, in creation order."""
 
     def __init__(
-        self, forwards: Forwards, slots: SlotTable, ledger: Ledger, n_ctx: int, stack: ExitStack
+        self,
+        forwards: Forwards,
+        slots: SlotTable,
+        ledger: Ledger,
+        n_ctx: int,
+        stack: ExitStack,
+        drafter: Drafter | None = None,
     ) -> None:
+        self._drafter = drafter
         self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
         self._thread = threading.get_ident()
         self.n_ctx, self.chunk = n_ctx, forwards.chunk
@@ -47,7 +57,13 @@ class EngineCore:
     def prefill(self, slot: Slot, tokens: Sequence[int], *, last: bool) -> Logits | None:
         """Run one chunk of a prompt and commit it; logits of its last row if it is the `last` chunk."""
         self._check_thread()
-        logits = self._forwards.prefill(slot, tokens, "last" if last else "none")
+        drafter = self._drafter
+        if drafter is not None and slot.n_past == 0:
+            drafter.begin()
+        output: OutputKind = "last" if last else "none"
+        logits = self._forwards.prefill(slot, tokens, output, capture=drafter is not None)
+        if drafter is not None:
+            drafter.observe(tokens, slot.n_past)
         slot.commit(len(tokens))
         return None if logits is None else logits[0]
 
@@ -57,6 +73,13 @@ class EngineCore:
         logits = self._forwards.decode(slot, token)
         slot.commit(1)
         return logits
+
+    def speculation(self, sampler: Sampler, width: int | None) -> Speculation | None:
+        """What continues a sequence with drafts; None when the engine has no drafter."""
+        self._check_thread()
+        if self._drafter is None:
+            return None
+        return Speculation(self._forwards, self._drafter, sampler, width=width)
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled = _never) -> Logits:
         """Teacher-forced logits F32 [n_tokens, n_vocab] in an idle slot; `Cancelled` when asked to stop."""

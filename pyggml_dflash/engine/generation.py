@@ -11,6 +11,7 @@ from pyggml_dflash.engine.graphs import Logits
 from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.engine.output import OutputAssembler
 from pyggml_dflash.engine.sampling import Sampler, logprobs_of
+from pyggml_dflash.engine.speculate import Speculation
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.model.tokenizer import TextDecoder
 from pyggml_dflash.requests import (
@@ -62,6 +63,8 @@ class Generation:
         )
         room = self._core.n_ctx - len(request.tokens) + 1
         self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
+        self._spec_width = loaded.spec_width
+        self._speculation: Speculation | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
 
@@ -103,28 +106,51 @@ class Generation:
         return logits
 
     def _decode(self, caller: Caller, logits: Logits) -> FinishReason:
-        core, sampler, output, slot = self._core, self._sampler, self._output, self._core.slots[0]
-        decode, pick, stop_ids = core.decode, sampler.pick, self._stop_ids
-        n_top = self._request.logprobs
+        core, sampler, slot = self._core, self._sampler, self._core.slots[0]
+        decode, pick = core.decode, sampler.pick
+        self._speculation = core.speculation(sampler, self._spec_width)
+        if self._speculation is not None:
+            return self._decode_runs(caller, logits, self._speculation)
         while True:
             if caller.cancelled:
                 return "cancelled"
             token = pick(logits) if sampler.needs_logits else best(logits)
-            if token in stop_ids:
-                return "stop"
             sampler.accept(token)
-            self._tokens.append(token)
-            logprob = None if n_top is None else logprobs_of(logits, token, n_top)
-            if logprob is not None:
-                self._logprobs.append(logprob)
-            piece = output.push(token, logprob)
-            if piece is not None:
-                caller.emit(piece)
-            if output.stopped is not None:
-                return "stop"
-            if len(self._tokens) >= self._limit:
-                return "length"
+            reason = self._take(caller, token, logits)
+            if reason is not None:
+                return reason
             logits = decode(slot, token)
+
+    def _decode_runs(self, caller: Caller, logits: Logits, speculation: Speculation) -> FinishReason:
+        token = self._sampler.pick(logits)
+        self._sampler.accept(token)
+        reason = self._take(caller, token, logits)
+        if reason is not None:
+            return reason
+        for run in speculation.runs(self._core.slots[0], token, self._core.n_ctx):
+            for chosen in run:
+                reason = self._take(caller, chosen.token, chosen.logits)
+                if reason is not None:
+                    return reason
+            if caller.cancelled:
+                return "cancelled"
+        return "length"
+
+    def _take(self, caller: Caller, token: int, logits: Logits) -> FinishReason | None:
+        """Make `token` part of the answer; why the answer ends here, or None if it goes on."""
+        if token in self._stop_ids:
+            return "stop"
+        self._tokens.append(token)
+        n_top = self._request.logprobs
+        logprob = None if n_top is None else logprobs_of(logits, token, n_top)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        piece = self._output.push(token, logprob)
+        if piece is not None:
+            caller.emit(piece)
+        if self._output.stopped is not None:
+            return "stop"
+        return "length" if len(self._tokens) >= self._limit else None
 
     def _result(self, reason: FinishReason, timings: Timings) -> GenerationResult:
         return GenerationResult(
@@ -136,4 +162,5 @@ class Generation:
             seed=self._sampler.seed,
             stop=self._output.stopped,
             logprobs=tuple(self._logprobs),
+            speculation=None if self._speculation is None else self._speculation.stats,
         )

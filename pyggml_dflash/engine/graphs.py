@@ -1,42 +1,51 @@
 """Forwards of one model: builds graphs, keeps those that come again, feeds and runs them. Layer 6.
 
 A prefill graph is built for each chunk, since a chunk takes far longer than its build; all of them
-share one allocator. Decode graphs are kept: the topology has no `n_past`, only the number of cache
-rows rounded up to a bucket, so a decode step writes four small inputs and runs.
+share one allocator. Decode and verify graphs are kept: the topology has no `n_past`, only the number
+of cache rows rounded up to a bucket, so a step writes four small inputs and runs.
+
+With a `Recording`, forwards write what a drafter reads into tensors of their own, and verify forwards
+leave the recurrent state alone until `commit` says how many of their rows stay.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.arch.base import Architecture, GraphKey, OutputKind, Step, Tap
+from pyggml_dflash.arch.base import (
+    Architecture,
+    Capture,
+    Commit,
+    GraphKey,
+    OutputKind,
+    StateTensor,
+    StateUpdate,
+    Step,
+    Tap,
+)
+from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
+from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
-from pyggml_dflash.ggml.graph import GraphAllocator, InputArena, StepGraph
+from pyggml_dflash.ggml.graph import GraphAllocator, StepGraph
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run, check_supported
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
-from pyggml_dflash.model.weights import EMBEDDING, LoadedWeights
+from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.state.slot import Slot, SlotTable
 
-BUCKET: Final = 256  # cache rows; GPU attention kernels want multiples of it
-KEPT_DECODE_GRAPHS: Final = 2  # per slot: the bucket in use and the one before
+KEPT_GRAPHS: Final = 24  # of every kind together; the least recently used goes first
 
 Logits = npt.NDArray[np.float32]
-
-
-def bucketed(n: int) -> int:
-    """`n` rounded up to a whole number of buckets."""
-    return -(-n // BUCKET) * BUCKET
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,135 +58,66 @@ class Model:
     flash_attn: bool
 
 
-class RowGather:
-    """Reads rows of an embedding table that stays in the mapped file, on the CPU."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What forwards record for a drafter, and how a verify forward can be taken back."""
 
-    def __init__(self, host: Backend, ledger: Ledger, weights: LoadedWeights, max_rows: int) -> None:
-        self._host, self._table = host, weights[EMBEDDING]
-        with ExitStack() as stack:
-            self._ids = InputArena(host, ledger, "inputs", {"ids": (ElementType.I32, max_rows)})
-            stack.callback(self._ids.close)
-            self._allocator = GraphAllocator(host, ledger, "embedding rows")
-            stack.callback(self._allocator.close)
-            self._stack = stack.pop_all()
-        self._n_rows = 0
-        self._graph: StepGraph | None = None
-
-    def gather(self, tokens: Sequence[int]) -> npt.NDArray[Any]:
-        """F32 [n_tokens, n_embd]; overwritten by the next call."""
-        if len(tokens) != self._n_rows:
-            self._build(len(tokens))
-        self._ids["ids"].array[: len(tokens)] = tokens
-        assert self._graph is not None
-        return self._graph.run()[0]
-
-    def _build(self, n_rows: int) -> None:
-        if self._graph is not None:
-            self._graph.close()
-            self._graph, self._n_rows = None, 0
-        g = GraphBuilder(64)
-        rows = g.output(g.get_rows(self._table, g.view(self._ids["ids"].tensor, (n_rows,), (), 0)))
-        self._graph, self._n_rows = StepGraph(self._host, g, (rows,), self._allocator), n_rows
-
-    def close(self) -> None:
-        """Free graph and inputs."""
-        if self._graph is not None:
-            self._graph.close()
-            self._graph = None
-        self._stack.close()
+    capture: Capture
+    update: StateUpdate  # 'snapshots' or 'replay'
+    max_width: int  # rows of the widest verify forward
 
 
-class Inputs:
-    """The inputs of forwards of up to `max_rows` rows, and how they are filled."""
+class GraphCache:
+    """Graphs that run again, each with its memory, dropped in the order of their last use."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        ledger: Ledger,
-        config: ModelConfig,
-        *,
-        max_rows: int,
-        max_kv: int,
-        embedded: bool,
-    ) -> None:
-        n_first = max_rows * config.n_embd if embedded else max_rows
-        self._arena = InputArena(
-            backend,
-            ledger,
-            "inputs",
-            {
-                "x": (ElementType.F32 if embedded else ElementType.I32, n_first),
-                "positions": (ElementType.I32, max_rows),
-                "rows": (ElementType.I64, max_rows),
-                "mask": (ElementType.F16, max_rows * max_kv),
-            },
-        )
-        self.x, self.positions = self._arena["x"], self._arena["positions"]
-        self.rows, self.mask = self._arena["rows"], self._arena["mask"]
-        self.mask.array[:] = -np.inf
-        self._triangle = np.triu(np.full((max_rows, max_rows), -np.inf, np.float16), 1)
-        self._n_embd, self._embedded = config.n_embd, embedded
-        self._shown: tuple[int, int] | None = None  # slot and n_past that a one-row mask shows
+    def __init__(self, backend: Backend, ledger: Ledger, label: str) -> None:
+        self._backend, self._ledger, self._label = backend, ledger, label
+        self._kept: OrderedDict[Hashable, tuple[StepGraph, GraphAllocator]] = OrderedDict()
 
-    def step(self, g: GraphBuilder, key: GraphKey, flash_attn: bool, tap: Tap | None) -> Step:
-        """The input tensors as a graph of this key sees them."""
-        n, x = key.n_tokens, self.x.tensor
-        row = 4 * self._n_embd
-        return Step(
-            key=key,
-            tokens=None if self._embedded else g.view(x, (n,), (), 0),
-            embeddings=g.view(x, (self._n_embd, n), (row,), 0) if self._embedded else None,
-            positions=g.view(self.positions.tensor, (n,), (), 0),
-            rows=g.view(self.rows.tensor, (n,), (), 0),
-            mask=g.view(self.mask.tensor, (key.n_kv, n), (2 * key.n_kv,), 0),
-            flash_attn=flash_attn,
-            tap=tap,
-        )
+    def get(self, key: Hashable, build: Callable[[], tuple[GraphBuilder, tuple[Tensor, ...]]]) -> StepGraph:
+        """The graph of `key`, built on first use."""
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+            return found[0]
+        while len(self._kept) >= KEPT_GRAPHS:
+            self._drop(*self._kept.popitem(last=False)[1])
+        allocator = GraphAllocator(self._backend, self._ledger, self._label)
+        try:
+            graph = place(self._backend, *build(), allocator)
+        except BaseException:
+            allocator.close()
+            raise
+        self._kept[key] = graph, allocator
+        return graph
 
-    def fill(self, x: npt.ArrayLike, n: int, slot: int, n_past: int, n_ctx: int) -> None:
-        """Write tokens or embedding rows, positions and cache rows of `n` rows after `n_past`."""
-        width = n * self._n_embd if self._embedded else n
-        self.x.array[:width] = x
-        self.positions.array[:n] = range(n_past, n_past + n)
-        first = slot * n_ctx + n_past
-        self.rows.array[:n] = range(first, first + n)
-        self.x.upload(0, width)
-        self.positions.upload(0, n)
-        self.rows.upload(0, n)
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """What is kept, the least recently used first."""
+        return tuple(self._kept)
 
-    def fill_one(self, x: npt.ArrayLike, slot: int, n_past: int, n_ctx: int) -> None:
-        """`fill` and the mask for a single row, which changes in one element from step to step."""
-        mask = self.mask.array
-        if self._embedded:
-            self.x.array[: self._n_embd] = x
-            self.x.upload(0, self._n_embd)
-        else:
-            self.x.array[0] = x
-            self.x.upload(0, 1)
-        self.positions.array[0] = n_past
-        self.rows.array[0] = slot * n_ctx + n_past
-        self.positions.upload(0, 1)
-        self.rows.upload(0, 1)
-        if self._shown == (slot, n_past - 1):
-            mask[n_past] = 0
-            self.mask.upload(n_past, n_past + 1)
-        else:
-            mask[: n_past + 1] = 0
-            mask[n_past + 1 :] = -np.inf
-            self.mask.upload(0, len(mask))
-        self._shown = slot, n_past
-
-    def fill_mask(self, n: int, n_past: int, n_kv: int) -> None:
-        """Row i sees cache rows up to n_past + i."""
-        mask = self.mask.array[: n * n_kv].reshape(n, n_kv)
-        mask[:, :n_past] = 0
-        mask[:, n_past : n_past + n] = self._triangle[:n, :n]
-        mask[:, n_past + n :] = -np.inf
-        self.mask.upload(0, n * n_kv)
+    @staticmethod
+    def _drop(graph: StepGraph, allocator: GraphAllocator) -> None:
+        graph.close()
+        allocator.close()
 
     def close(self) -> None:
-        """Free the tensors."""
-        self._arena.close()
+        """Free every graph."""
+        for kept in self._kept.values():
+            self._drop(*kept)
+        self._kept.clear()
+
+
+def place(
+    backend: Backend, builder: GraphBuilder, outputs: tuple[Tensor, ...], allocator: GraphAllocator
+) -> StepGraph:
+    """Check that the device can run the graph and give it memory; on failure the builder is closed."""
+    try:
+        check_supported(backend, builder)
+        return StepGraph(backend, builder, outputs, allocator)
+    except BaseException:
+        builder.close()
+        raise
 
 
 class Forwards:
@@ -192,88 +132,152 @@ class Forwards:
         *,
         chunk: int,
         host: Backend | None,
+        recording: Recording | None = None,
     ) -> None:
         """`host`: a CPU backend to gather embedding rows on when `backend` is no host device."""
         self._backend, self._ledger, self.model, self._slots = backend, ledger, model, slots
-        self.n_ctx, self.chunk = slots.layout.n_ctx, chunk
-        config, embedded = model.config, host is not None
-        self._decode: OrderedDict[GraphKey, tuple[StepGraph, GraphAllocator]] = OrderedDict()
+        self.n_ctx, self.chunk, self.recording = slots.layout.n_ctx, chunk, recording
+        self.record: dict[str, Tensor] = {}
+        max_width = 1 if recording is None else recording.max_width
         with ExitStack() as stack:
-            self._gather = None
+            self.gather = None
             if host is not None:
-                self._gather = RowGather(host, ledger, model.weights, chunk)
-                stack.callback(self._gather.close)
-            self._one = Inputs(backend, ledger, config, max_rows=1, max_kv=self.n_ctx, embedded=embedded)
-            stack.callback(self._one.close)
-            self._many = Inputs(backend, ledger, config, max_rows=chunk, max_kv=self.n_ctx, embedded=embedded)
-            stack.callback(self._many.close)
+                self.gather = RowGather(host, ledger, model.weights, max(chunk, max_width))
+                stack.callback(self.gather.close)
+            if recording is not None:
+                self._allocate_record(stack, recording)
+            self._one = self._inputs(stack, 1)
+            self._few = self._inputs(stack, max_width)
+            self._many = self._inputs(stack, chunk)
             self._prefill = GraphAllocator(backend, ledger, "prefill graph")
             stack.callback(self._prefill.close)
-            stack.callback(self._close_decode)
+            self._cache = GraphCache(backend, ledger, "decode graphs")
+            stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
-    def prefill(self, slot: Slot, tokens: Sequence[int], output: OutputKind) -> Logits | None:
+    def _inputs(self, stack: ExitStack, max_rows: int) -> Inputs:
+        embedded = self.gather is not None
+        inputs = Inputs(
+            self._backend,
+            self._ledger,
+            self.model.config,
+            max_rows=max_rows,
+            max_kv=self.n_ctx,
+            embedded=embedded,
+        )
+        stack.callback(inputs.close)
+        return inputs
+
+    def _allocate_record(self, stack: ExitStack, recording: Recording) -> None:
+        tensors = record_layout(self.model, recording, max(self.chunk, recording.max_width))
+        if not tensors:
+            return
+        arena = TensorArena(self._backend, self._ledger, "speculation record", n_tensors=len(tensors))
+        stack.callback(arena.close)
+        self.record = {t.name: arena.declare(t.name, t.type, *t.shape) for t in tensors}
+        arena.allocate(zero=True)
+
+    def prefill(
+        self,
+        slot: Slot,
+        tokens: Sequence[int],
+        output: OutputKind,
+        *,
+        capture: bool = False,
+    ) -> Logits | None:
         """Run up to `chunk` prompt tokens behind what the slot has.
 
         Returns logits F32 [rows, n_vocab] of the last row or of all, or None for output 'none'. The
         array is a copy.
         """
         n, n_past = len(tokens), slot.n_past
-        key = GraphKey(n_tokens=n, n_kv=bucketed(n_past + n), slot=slot.id, output=output)
-        x = tokens if self._gather is None else self._gather.gather(tokens).reshape(-1)
-        self._many.fill(x, n, slot.id, n_past, self.n_ctx)
-        self._many.fill_mask(n, n_past, key.n_kv)
-        graph = self._build(key, self._many, self._prefill)
+        key = GraphKey(n_tokens=n, n_kv=bucketed(n_past + n), slot=slot.id, output=output, capture=capture)
+        self._fill(self._many, slot, tokens, key)
+        graph = place(self._backend, *self._build(key, self._many), self._prefill)
         try:
             results = graph.run()
             return None if output == "none" else np.array(results[0], np.float32)
         finally:
             graph.close()
 
-    def decode(self, slot: Slot, token: int) -> Logits:
+    def decode(self, slot: Slot, token: int, *, capture: bool = False) -> Logits:
         """Run one token behind what the slot has: logits F32 [n_vocab], overwritten by the next call."""
         n_past = slot.n_past
         n_kv = (n_past // BUCKET + 1) * BUCKET
-        kept = self._decode.get(GraphKey(n_tokens=1, n_kv=n_kv, slot=slot.id, output="last"))
-        graph = self._keep_decode(slot.id, n_kv) if kept is None else kept[0]
-        x = token if self._gather is None else self._gather.gather((token,))[0]
+        key = GraphKey(n_tokens=1, n_kv=n_kv, slot=slot.id, output="last", capture=capture)
+        graph = self._cache.get(key, lambda: self._build(key, self._one))
+        x = token if self.gather is None else self.gather.gather((token,))[0]
         self._one.fill_one(x, slot.id, n_past, self.n_ctx)
         logits: Logits = graph.run()[0][0]
         return logits
 
-    def _keep_decode(self, slot: int, n_kv: int) -> StepGraph:
-        key = GraphKey(n_tokens=1, n_kv=n_kv, slot=slot, output="last")
-        while len(self._decode) >= KEPT_DECODE_GRAPHS * len(self._slots.slots):
-            _, (old, memory) = self._decode.popitem(last=False)
-            old.close()
-            memory.close()
-        allocator = GraphAllocator(self._backend, self._ledger, "decode graphs")
-        try:
-            graph = self._build(key, self._one, allocator)
-        except BaseException:
-            allocator.close()
-            raise
-        self._decode[key] = graph, allocator
-        return graph
+    def verify(self, slot: Slot, tokens: Sequence[int]) -> Logits:
+        """Run a few rows that may be taken back: logits F32 [n_tokens, n_vocab], as of the last call.
 
-    def _build(self, key: GraphKey, inputs: Inputs, allocator: GraphAllocator) -> StepGraph:
-        builder, outputs = build_forward(self._backend, self.model, self._slots.tensors, inputs, key)
+        Keys and values are written; the recurrent state is not, until `commit`.
+        """
+        assert self.recording is not None
+        n, n_past = len(tokens), slot.n_past
+        key = GraphKey(
+            n_tokens=n,
+            n_kv=bucketed(n_past + n),
+            slot=slot.id,
+            output="all",
+            update=self.recording.update,
+            capture=True,
+        )
+        graph = self._cache.get(key, lambda: self._build(key, self._few))
+        self._fill(self._few, slot, tokens, key)
+        return graph.run()[0]
+
+    def commit(self, slot: Slot, *, width: int, n_keep: int) -> None:
+        """Bring the recurrent state to the first `n_keep` rows of the last verify forward of `width` rows."""
+        assert self.recording is not None
+        commit = Commit(slot=slot.id, update=self.recording.update, width=width, n_keep=n_keep)
+        if self.model.architecture.record_tensors(self.model.config, commit.update, width):
+            self._cache.get(commit, lambda: self._build_commit(commit)).run()
+
+    def _fill(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
+        x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
+        inputs.fill(x, key.n_tokens, slot.id, slot.n_past, self.n_ctx)
+        inputs.fill_mask(key.n_tokens, slot.n_past, key.n_kv)
+
+    def _build(self, key: GraphKey, inputs: Inputs) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        state = self._slots.tensors
+        return build_forward(
+            self._backend, self.model, state, inputs, key, record=self.record, recording=self.recording
+        )
+
+    def _build_commit(self, commit: Commit) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        model = self.model
+        builder = GraphBuilder(
+            model.architecture.max_nodes(model.config) + 64, lambda op: can_run(self._backend, op)
+        )
         try:
-            check_supported(self._backend, builder)
-            return StepGraph(self._backend, builder, outputs, allocator)
+            model.architecture.build_commit(
+                builder, model.config, model.weights, self._slots.tensors, self.record, commit
+            )
+            return builder, ()
         except BaseException:
             builder.close()
             raise
 
-    def _close_decode(self) -> None:
-        for graph, allocator in self._decode.values():
-            graph.close()
-            allocator.close()
-        self._decode.clear()
-
     def close(self) -> None:
         """Free graphs, their memory and inputs."""
         self._stack.close()
+
+
+def record_layout(model: Model, recording: Recording, max_rows: int) -> tuple[StateTensor, ...]:
+    """Tensors that forwards of up to `max_rows` rows record into."""
+    config, capture = model.config, recording.capture
+    found = list(model.architecture.record_tensors(config, recording.update, recording.max_width))
+    if capture.layers:
+        shape = (config.n_embd * len(capture.layers), max_rows)
+        found.append(StateTensor(name="features", type=ElementType.F32, shape=shape, grows=False))
+    if capture.hidden:
+        shape = (config.n_embd, max_rows + 1)  # row 0 is the one before the forward
+        found.append(StateTensor(name="hidden", type=ElementType.F32, shape=shape, grows=False))
+    return tuple(found)
 
 
 def build_forward(
@@ -283,12 +287,15 @@ def build_forward(
     inputs: Inputs,
     key: GraphKey,
     tap: Tap | None = None,
+    record: dict[str, Tensor] | None = None,
+    recording: Recording | None = None,
 ) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
     """A forward as a graph without memory, and what to read from it: the logits, if the key asks."""
     max_nodes = model.architecture.max_nodes(model.config) + 64
     builder = GraphBuilder(max_nodes, lambda op: can_run(backend, op))
     try:
-        step = inputs.step(builder, key, model.flash_attn, tap)
+        capture = recording.capture if recording is not None and key.capture else None
+        step: Step = inputs.step(builder, key, model.flash_attn, tap, record, capture)
         logits = model.architecture.build(builder, model.config, model.weights, state, step)
         if logits is None:
             return builder, ()

@@ -17,7 +17,14 @@ import numpy.typing as npt
 from pyggml_dflash.arch import architecture_of
 from pyggml_dflash.arch.base import Architecture, GraphKey, StateLayout
 from pyggml_dflash.engine.core import EngineCore
-from pyggml_dflash.engine.graphs import BUCKET, Forwards, Inputs, Model, bucketed, build_forward
+from pyggml_dflash.engine.drafter_loader import (
+    SpeculationPlan,
+    choose_recording,
+    make_drafter,
+    plan_speculation,
+)
+from pyggml_dflash.engine.graphs import Forwards, Model, Recording, build_forward
+from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
 from pyggml_dflash.errors import (
     BackendError,
     ContextFitError,
@@ -65,6 +72,8 @@ class EngineInfo:
     state_bytes: int
     has_chat_template: bool
     reasoning_supported: bool
+    spec: str  # 'off', or the drafter: 'dflash', 'mtp'
+    rollback: str | None  # how rejected drafts are taken back: 'snapshots' or 'replay'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,7 @@ class Loaded:
     template: ChatTemplate
     info: EngineInfo
     forbidden_ids: npt.NDArray[np.int64] | None  # vocabulary rows without a token
+    spec_width: int | None  # rows of every verify forward, where the user says so
 
     def check_length(self, request: GenerationRequest) -> None:
         """Raise `ContextOverflowError` if prompt and answer cannot fit the context."""
@@ -141,7 +151,9 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
         stack.callback(file.close)
         name, architecture = architecture_of(file)
         config = architecture.read_config(file, name)
-        specs = check_tensors(file, architecture.tensors(config, file))
+        plan = plan_speculation(options, file, config, stack)
+        more = () if plan is None else plan.target_tensors
+        specs = check_tensors(file, [*architecture.tensors(config, file), *more])
         tokenizer = Tokenizer.from_metadata(file.metadata, nfc=options.nfc)
         if tokenizer.n_vocab > config.n_vocab:
             raise DamagedFileError(
@@ -170,16 +182,24 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
         flash = choose_flash_attn(options, backend, ledger, Model(architecture, config, weights, True), slots)
         model = Model(architecture, config, weights, flash)
         host = None if backend.is_host else _host_backend(stack, options.threads)
-        forwards = Forwards(backend, ledger, model, slots, chunk=settings.chunk, host=host)
+        free = ledger.free(backend.name, backend.memory_free())
+        recording = None if plan is None else choose_recording(plan, architecture, config, backend, free)
+        forwards = Forwards(
+            backend, ledger, model, slots, chunk=settings.chunk, host=host, recording=recording
+        )
         stack.callback(forwards.close)
-        info = _info(options, file, config, settings, backend, weights, flash, slots, template)
+        drafter = None if plan is None else make_drafter(plan, options, backend, ledger, forwards, stack)
+        info = _info(
+            options, file, config, settings, backend, weights, flash, slots, template, recording, plan
+        )
         unused = sorted({*tokenizer.unused_ids, *range(tokenizer.n_vocab, config.n_vocab)})
         return Loaded(
-            core=EngineCore(forwards, slots, ledger, settings.n_ctx, stack.pop_all()),
+            core=EngineCore(forwards, slots, ledger, settings.n_ctx, stack.pop_all(), drafter),
             tokenizer=tokenizer,
             template=template,
             info=info,
             forbidden_ids=np.array(unused, np.int64) if unused else None,
+            spec_width=options.spec_width,
         )
 
 
@@ -225,6 +245,8 @@ def _info(
     flash: bool,
     slots: SlotTable,
     template: ChatTemplate,
+    recording: Recording | None,
+    plan: SpeculationPlan | None,
 ) -> EngineInfo:
     return EngineInfo(
         model=file.path,
@@ -244,4 +266,6 @@ def _info(
         state_bytes=slots.n_bytes,
         has_chat_template=template.exists,
         reasoning_supported=template.reasoning_supported,
+        spec="off" if plan is None else plan.kind,
+        rollback=None if recording is None else recording.update,
     )

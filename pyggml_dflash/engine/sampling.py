@@ -107,6 +107,30 @@ class Sampler:
         dense[slice(None) if ids is None else ids] = weights / weights.sum()
         return dense
 
+    @property
+    def greedy(self) -> bool:
+        """True if the best token is always taken."""
+        return self._options.greedy
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by; 0 when greedy."""
+        return self._options.temperature
+
+    @property
+    def depends_on_answer(self) -> bool:
+        """True if the distribution of a token changes with the tokens accepted before it."""
+        return self._seen is not None
+
+    def draw(self, q: Floats) -> int:
+        """An id drawn from the distribution `q`, float64 [n_vocab]; moves the random stream by one number."""
+        cdf = np.cumsum(q)
+        return int(np.searchsorted(cdf, self._random.random() * cdf[-1], side="right"))
+
+    def uniform(self) -> float:
+        """A number from [0, 1); moves the random stream by one number."""
+        return float(self._random.random())
+
     def _split_biases(self) -> None:
         biases = self._options.logit_bias
         ids = _checked_ids("logit_bias token", tuple(biases), self._n_vocab)

@@ -122,6 +122,10 @@ class GraphBuilder:
         """log(1 + exp(x))."""
         return self._new(lib.ggml_softplus(self._c, x.ptr))
 
+    def tanh(self, x: Tensor) -> Tensor:
+        """Hyperbolic tangent."""
+        return self._new(lib.ggml_tanh(self._c, x.ptr))
+
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up."""
         return self._new(lib.ggml_swiglu_split(self._c, gate.ptr, up.ptr))
@@ -144,6 +148,10 @@ class GraphBuilder:
     def top_k(self, x: Tensor, k: int) -> Tensor:
         """I32 [k, rows]: indices of the k largest of each row, best first."""
         return self._new(lib.ggml_argsort_top_k(self._c, x.ptr, k))
+
+    def best_k(self, x: Tensor, k: int) -> Tensor:
+        """I32 [k, rows]: indices of the k largest of each row, in no order."""
+        return self._new(lib.ggml_top_k(self._c, x.ptr, k))
 
     def get_rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """F32 rows of `table` [n, rows] at I32 `ids`."""
@@ -176,7 +184,9 @@ class GraphBuilder:
     def reshape(self, x: Tensor, *shape: int) -> Tensor:
         """The same elements of a contiguous tensor under another shape of up to four dimensions."""
         ne = (*shape, 1, 1, 1)[:4]
-        if len(shape) <= 2:
+        if len(shape) == 1:
+            return self._new(lib.ggml_reshape_1d(self._c, x.ptr, ne[0]))
+        if len(shape) == 2:
             return self._new(lib.ggml_reshape_2d(self._c, x.ptr, ne[0], ne[1]))
         if len(shape) == 3:
             return self._new(lib.ggml_reshape_3d(self._c, x.ptr, *ne[:3]))
@@ -200,6 +210,14 @@ class GraphBuilder:
     def cont_2d(self, x: Tensor, n0: int, n1: int) -> Tensor:
         """A contiguous copy under the shape [n0, n1]."""
         return self._new(lib.ggml_cont_2d(self._c, x.ptr, n0, n1))
+
+    def repeat(self, x: Tensor, n0: int, n1: int, n2: int, n3: int) -> Tensor:
+        """x repeated along its dimensions until it has this shape."""
+        return self._new(lib.ggml_repeat_4d(self._c, x.ptr, n0, n1, n2, n3))
+
+    def pad_rows_before(self, x: Tensor, n: int) -> Tensor:
+        """`n` rows of zeros in front of x [width, rows]."""
+        return self._new(lib.ggml_pad_ext(self._c, x.ptr, 0, 0, n, 0, 0, 0, 0, 0))
 
     def permute(self, x: Tensor, a: int, b: int, c: int, d: int) -> Tensor:
         """Dimension 0 becomes dimension `a`, 1 becomes `b`, and so on; no copy."""

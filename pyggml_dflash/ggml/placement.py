@@ -20,7 +20,8 @@ from pyggml_dflash.ggml.tensor import Tensor
 GPU_DELTA_NET_SIZES: Final = frozenset({16, 32, 64, 128})
 GPU_CONV_TAPS: Final = frozenset({3, 4, 5, 9, 15})
 
-WeightUse = Literal["matmul", "experts", "rows", "vector"]
+# 'rows' are gathered where the file is mapped, those of a 'table' on the device itself.
+WeightUse = Literal["matmul", "experts", "rows", "table", "vector"]
 
 
 def _supports(
@@ -32,7 +33,7 @@ def _supports(
         c, ne = context.ptr, ffi.new("int64_t[]", list(shape))
         weight = lib.ggml_new_tensor(c, int(type), len(shape), ne)
         weight.buffer = buffer
-        if use == "rows":
+        if use in ("rows", "table"):
             op = lib.ggml_get_rows(c, weight, lib.ggml_new_tensor_1d(c, lib.GGML_TYPE_I32, 512))
         elif use == "experts":
             x = lib.ggml_new_tensor_3d(c, lib.GGML_TYPE_F32, shape[0], 1, 512)
@@ -50,7 +51,7 @@ def repacked_buffer_type(
     backend: Backend, type: ElementType, shape: tuple[int, ...], use: WeightUse
 ) -> CData | None:
     """The device's best own layout for a weight, or None when it has none for it."""
-    if use in ("rows", "vector"):
+    if use in ("rows", "table", "vector"):
         return None
     for buffer_type in backend.extra_buffer_types():
         if _supports(backend, buffer_type, type, shape, use):

@@ -105,7 +105,7 @@ def place_weights(
 ) -> list[Placement]:
     """Decide where every tensor goes, from the table alone; a tied head reads the embedding table."""
     wanted = dict(specs)
-    if HEAD not in wanted:
+    if HEAD not in wanted and EMBEDDING in wanted:
         wanted[HEAD] = TensorSpec(HEAD, specs[EMBEDDING].shape, "matmul")
     placements: list[Placement] = []
     for name, spec in wanted.items():

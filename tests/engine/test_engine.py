@@ -50,7 +50,7 @@ def mask_bytes(forwards: Forwards, n_tokens: int, n_kv: int) -> bytes:
 
 def compute_nodes(parts: Parts) -> list[tuple[str, list[int]]]:
     """Operation and shape of every node of a decode graph that computes; views and cache writes do not."""
-    key = next(iter(parts.forwards._decode))
+    key = parts.forwards._cache.keys[0]
     builder, _ = build_forward(parts.backend, parts.model, parts.state, parts.forwards._one, key)
     nodes = [lib.ggml_graph_node(builder.graph, i) for i in range(builder.n_nodes)]
     found = [(c_string(lib.ggml_op_name(node.op)), list(node.ne)) for node in nodes]
@@ -70,7 +70,7 @@ def test_a_larger_context_changes_nothing_that_a_forward_computes(long_llama: Pa
             seen.append(
                 {
                     "mask": mask_bytes(forwards, len(tokens), 2 * BUCKET),
-                    "buckets": [key.n_kv for key in forwards._decode],
+                    "buckets": [key.n_kv for key in forwards._cache.keys],
                     "nodes": compute_nodes(parts),
                     "prefill memory": forwards._prefill.n_bytes,
                     "logits": (last.tobytes() if last is not None else b"", row.tobytes()),

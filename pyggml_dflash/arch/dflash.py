@@ -1,0 +1,441 @@
+"""The DFlash draft model, versions 1 and 2: a block of tokens in one forward. Layer 4.
+
+A draft has no embedding and no head of its own; it reads the target's. What it knows of the text
+are keys and values made from the target's layer inputs at committed positions (`build_inject`). A
+forward (`build_block`) takes the newest token, which the target has not run yet, and mask tokens
+behind it; row i proposes the token at its own position. Version 2 adds convolutions over the rows
+of the block and scores candidates in pairs.
+
+Cache cells are position modulo the size of the layer's cache: sliding layers keep a ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pyggml_dflash.arch.blocks import norm, rope_params
+from pyggml_dflash.errors import UnsupportedModelError
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.model.config import ConfigReader, ModelConfig, RopeConfig
+from pyggml_dflash.model.weights import BlockWeights, LoadedWeights, TensorSpec, matrix, vector
+
+Causality = Literal["auto", "none", "swa", "all"]
+NODES_PER_LAYER = 96
+MARKERS_OF_OTHERS = {
+    "markov_w1.weight": "DSpark drafts",
+    "blk.0.attn_sinks": "drafts with attention sinks",
+    "blk.0.attn_gate.weight": "gated draft variants",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvConfig:
+    """Dynamic convolutions of version 2: taps, and channels that share a dynamic coefficient."""
+
+    n_taps: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorConfig:
+    """Candidate selector of version 2: rank of the pair scores, candidates per row."""
+
+    rank: int
+    n_candidates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """One draft; `target_layers` are the target's layers whose inputs it reads, in its own order."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_ff: int
+    n_vocab: int  # tokens of the tokenizer it was trained with; 0 when the file has none
+    norm_eps: float
+    attn_scale: float
+    rope: RopeConfig
+    block_size: int
+    mask_token: int
+    target_layers: tuple[int, ...]
+    windows: tuple[int, ...]  # per layer: how far it sees back; 0: everything
+    causal: tuple[bool, ...]  # per layer, within the block
+    conv: ConvConfig | None
+    selector: SelectorConfig | None
+    logit_scale: float
+    softcap: float
+    embedding_scale: float
+    value_scale: float
+
+    @property
+    def version(self) -> int:
+        """1, or 2 with convolutions and candidate selector."""
+        return 1 if self.selector is None else 2
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of one row of keys (or of values)."""
+        return self.head_dim * self.n_head_kv
+
+
+def read_draft_config(
+    file: GgufFile, target: ModelConfig, causality: Causality = "auto", *, n_tokens: int | None = None
+) -> DraftConfig:
+    """The draft's numbers, checked against themselves and against its target.
+
+    `n_tokens`: tokens of the target's tokenizer, where they are fewer than rows of its embedding.
+    """
+    r = ConfigReader(file, "dflash")
+    for name, what in MARKERS_OF_OTHERS.items():
+        if name in file.tensors:
+            raise r.unsupported(f"{what} are not supported (tensor {name!r})")
+    n_head, n_head_kv, head_dim = r.heads()
+    n_layer = r.count("block_count", high=64)
+    windows = _windows(r, n_layer)
+    config = DraftConfig(
+        n_layer=n_layer,
+        n_embd=r.count("embedding_length", high=2**20),
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        n_ff=r.count("feed_forward_length"),
+        n_vocab=len(file.get_strs("tokenizer.ggml.tokens", [])),
+        norm_eps=r.number("attention.layer_norm_rms_epsilon", high=1.0),
+        attn_scale=r.attn_scale(head_dim),
+        rope=r.rope(head_dim, "halves"),
+        block_size=r.count("block_size", 16, low=2, high=256),
+        mask_token=file.get_int("tokenizer.ggml.mask_token_id"),
+        target_layers=tuple(file.get_ints(r.key("target_layers"))),
+        windows=windows,
+        causal=_causal(r, windows, causality),
+        conv=_conv(r),
+        selector=_selector(r),
+        logit_scale=r.number("logit_scale", 1.0, low=-1e6, high=1e6),
+        softcap=r.number("final_logit_softcapping", 0.0, high=1e6),
+        embedding_scale=r.number("embedding_scale", 1.0, low=-1e6, high=1e6),
+        value_scale=r.number("attention.value_scale", 1.0, low=-1e6, high=1e6),
+    )
+    check_pair(r, config, target, n_tokens)
+    _check_known(r, config, target)
+    return config
+
+
+def _check_known(r: ConfigReader, config: DraftConfig, target: ModelConfig) -> None:
+    """Refuse what this forward would leave out: it would draft badly without a word."""
+    activation = r.file.get_str(r.key("hidden_activation"), "silu")
+    if activation != "silu":
+        raise r.unsupported(f"{r.key('hidden_activation')} is {activation!r}; known: silu")
+    known = {spec.name for spec in draft_tensors(config, target.n_vocab)}
+    for name in r.file.tensors:
+        if name not in known:
+            raise r.unsupported(f"tensor {name!r} of this draft is not supported")
+
+
+def check_pair(r: ConfigReader, draft: DraftConfig, target: ModelConfig, n_tokens: int | None = None) -> None:
+    """Refuse a draft that was made for another target, with the reason."""
+
+    def refuse(text: str) -> UnsupportedModelError:
+        return r.unsupported(f"this draft is for another target: {text}")
+
+    if draft.n_embd != target.n_embd:
+        raise refuse(f"its width is {draft.n_embd}, the target's {target.n_embd}")
+    tokens = n_tokens or target.n_vocab
+    if draft.n_vocab and draft.n_vocab != tokens:
+        raise refuse(f"its vocabulary has {draft.n_vocab} tokens, the target's {tokens}")
+    if not 0 <= draft.mask_token < target.n_vocab:
+        raise refuse(f"its mask token is {draft.mask_token}, the target has {target.n_vocab} tokens")
+    r.demand(bool(draft.target_layers), f"{r.key('target_layers')} is empty")
+    for layer in draft.target_layers:
+        if not 1 <= layer < target.n_layer:
+            raise refuse(
+                f"it reads the input of layer {layer}; the target has layers 1 to {target.n_layer - 1}"
+            )
+    r.demand(
+        len(set(draft.target_layers)) == len(draft.target_layers), f"{r.key('target_layers')} repeats a layer"
+    )
+    if draft.selector is not None and draft.selector.n_candidates > target.n_vocab:
+        raise refuse(f"it has {draft.selector.n_candidates} candidates, the target {target.n_vocab} tokens")
+    if draft.conv is not None:
+        whole = draft.n_embd % draft.conv.group_size == 0
+        r.demand(whole, f"{draft.n_embd} channels are no whole number of groups of {draft.conv.group_size}")
+
+
+def _windows(r: ConfigReader, n_layer: int) -> tuple[int, ...]:
+    window = r.count("attention.sliding_window", 0, low=0)
+    key = r.key("attention.sliding_window_pattern")
+    sliding = r.file.get_bools(key, n=n_layer) if key in r.file.metadata else [window > 0] * n_layer
+    r.demand(window > 0 or not any(sliding), f"{r.key('attention.sliding_window')} is missing or 0")
+    return tuple(window if slides else 0 for slides in sliding)
+
+
+def _causal(r: ConfigReader, windows: tuple[int, ...], causality: Causality) -> tuple[bool, ...]:
+    key = r.key("attention.causal")
+    if causality == "auto" and key in r.file.metadata:
+        return (r.file.get_bool(key),) * len(windows)
+    sliding = causality in ("auto", "swa")  # without a flag the published code makes sliding layers causal
+    return tuple(causality == "all" or (sliding and window > 0) for window in windows)
+
+
+def _conv(r: ConfigReader) -> ConvConfig | None:
+    if "blk.0.attn_conv_base" not in r.file.tensors:
+        return None
+    return ConvConfig(
+        n_taps=r.count("conv_kernel_size", high=64), group_size=r.count("conv_group_size", high=2**20)
+    )
+
+
+def _selector(r: ConfigReader) -> SelectorConfig | None:
+    if "selector_hidden.weight" not in r.file.tensors:
+        return None
+    rank, n = r.count("selector_rank", high=65536), r.count("selector_top_k", high=256)
+    return SelectorConfig(rank=rank, n_candidates=n)
+
+
+def draft_tensors(config: DraftConfig, n_vocab: int) -> list[TensorSpec]:
+    """Every tensor of a draft for a target of `n_vocab` tokens."""
+    n_embd, q_dim = config.n_embd, config.head_dim * config.n_head
+    specs = [
+        *matrix("fc.weight", n_embd * len(config.target_layers), n_embd),
+        vector("enc.output_norm.weight", n_embd),
+        vector("output_norm.weight", n_embd),
+    ]
+    for i in range(config.n_layer):
+        p = f"blk.{i}."
+        specs += [
+            vector(f"{p}attn_norm.weight", n_embd),
+            *matrix(f"{p}attn_q.weight", n_embd, q_dim),
+            *matrix(f"{p}attn_k.weight", n_embd, config.kv_dim),
+            *matrix(f"{p}attn_v.weight", n_embd, config.kv_dim),
+            *matrix(f"{p}attn_output.weight", q_dim, n_embd),
+            *(vector(f"{p}attn_{x}_norm.weight", config.head_dim) for x in "qk"),
+            vector(f"{p}ffn_norm.weight", n_embd),
+            *matrix(f"{p}ffn_gate.weight", n_embd, config.n_ff),
+            *matrix(f"{p}ffn_up.weight", n_embd, config.n_ff),
+            *matrix(f"{p}ffn_down.weight", config.n_ff, n_embd),
+        ]
+        if config.conv is not None:
+            taps, groups = config.conv.n_taps, n_embd // config.conv.group_size
+            for part in ("attn", "ffn"):
+                specs.append(TensorSpec(f"{p}{part}_conv_base", (n_embd, taps, 2), "vector"))
+                specs += matrix(f"{p}{part}_conv_proj.weight", n_embd, 2 * taps * groups)
+    if config.selector is not None:
+        rank = config.selector.rank
+        specs += [
+            *matrix("selector_hidden.weight", n_embd, rank),
+            TensorSpec("selector_predecessor.weight", (rank, n_vocab), "table"),
+            TensorSpec("selector_successor.weight", (rank, n_vocab), "table"),
+        ]
+    return specs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCache:
+    """Keys and values of one layer, [kv_dim, cells] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+def build_inject(
+    g: GraphBuilder,
+    config: DraftConfig,
+    weights: LoadedWeights,
+    caches: list[DraftCache],
+    features: Tensor,
+    positions: Tensor,
+    cells: list[Tensor],
+) -> None:
+    """Make committed rows visible: features F32 [n_embd * layers, n], I32 positions, I64 cells per layer."""
+    n = features.shape[1]
+    hidden = norm(
+        g, g.mul_mat(weights["fc.weight"], features), weights["enc.output_norm.weight"], config.norm_eps
+    )
+    for i, cache in enumerate(caches):
+        w = weights.block(i)
+        k = _keys(g, config, w, hidden, positions)
+        v = w.linear(g, "attn_v", hidden)
+        for target, rows in ((cache.k, k), (cache.v, v)):
+            g.expand(g.set_rows(target, g.reshape(rows, config.kv_dim, n), cells[i]))
+
+
+def _keys(g: GraphBuilder, config: DraftConfig, w: BlockWeights, x: Tensor, positions: Tensor) -> Tensor:
+    k = g.reshape(w.linear(g, "attn_k", x), config.head_dim, config.n_head_kv, x.shape[1])
+    k = norm(g, k, w["attn_k_norm.weight"], config.norm_eps)
+    return g.rope(k, positions, None, rope_params(config.rope))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockInputs:
+    """A block forward's inputs: rows F32 [n_embd, block], positions I32, per layer cells I64 and mask F16."""
+
+    rows: Tensor
+    positions: Tensor
+    cells: list[Tensor]
+    masks: list[Tensor]  # [n_kv, block]
+    flash_attn: bool
+
+
+def build_block(
+    g: GraphBuilder,
+    config: DraftConfig,
+    weights: LoadedWeights,
+    caches: list[DraftCache],
+    inputs: BlockInputs,
+) -> Tensor:
+    """The block's last states, normalised: F32 [n_embd, block]; row 0 is the newest token's."""
+    x = inputs.rows
+    if config.embedding_scale != 1.0:
+        x = g.scale(x, config.embedding_scale)
+    for i, cache in enumerate(caches):
+        w = weights.block(i)
+        h = norm(g, x, w["attn_norm.weight"], config.norm_eps)
+        h, conv = _convolve_in(g, config, w, "attn", h)
+        h = _attention(g, config, w, cache, h, inputs, i)
+        x = g.add(x, _convolve_out(g, config, w, "attn", h, conv))
+        h = norm(g, x, w["ffn_norm.weight"], config.norm_eps)
+        h, conv = _convolve_in(g, config, w, "ffn", h)
+        h = w.linear(g, "ffn_down", g.swiglu(w.linear(g, "ffn_gate", h), w.linear(g, "ffn_up", h)))
+        x = g.add(x, _convolve_out(g, config, w, "ffn", h, conv))
+    return norm(g, x, weights["output_norm.weight"], config.norm_eps)
+
+
+def _attention(
+    g: GraphBuilder,
+    config: DraftConfig,
+    w: BlockWeights,
+    cache: DraftCache,
+    x: Tensor,
+    inputs: BlockInputs,
+    layer: int,
+) -> Tensor:
+    n, d = x.shape[1], config.head_dim
+    q = g.reshape(w.linear(g, "attn_q", x), d, config.n_head, n)
+    q = g.rope(
+        norm(g, q, w["attn_q_norm.weight"], config.norm_eps), inputs.positions, None, rope_params(config.rope)
+    )
+    k, v = _keys(g, config, w, x, inputs.positions), w.linear(g, "attn_v", x)
+    for target, rows in ((cache.k, k), (cache.v, v)):
+        g.expand(g.set_rows(target, g.reshape(rows, config.kv_dim, n), inputs.cells[layer]))
+    mask = inputs.masks[layer]
+    out = _attend(g, config, q, cache, mask, inputs.flash_attn)
+    out = w.linear(g, "attn_output", out)
+    return out if config.value_scale == 1.0 else g.scale(out, config.value_scale)
+
+
+def _attend(
+    g: GraphBuilder, config: DraftConfig, q: Tensor, cache: DraftCache, mask: Tensor, flash_attn: bool
+) -> Tensor:
+    d, n_head, n, _ = q.shape
+    n_kv = mask.shape[0]
+
+    def seen(x: Tensor) -> Tensor:
+        return g.view(x, (d, n_kv, config.n_head_kv), (x.strides[1], x.type.row_bytes(d)), 0)
+
+    q, k, v = g.permute(q, 0, 2, 1, 3), seen(cache.k), seen(cache.v)
+    if flash_attn:
+        return g.reshape(g.flash_attn(q, k, v, mask, config.attn_scale), d * n_head, n)
+    scores = g.soft_max(g.accumulate_f32(g.mul_mat(k, q)), mask, config.attn_scale)
+    out = g.permute(g.mul_mat(g.cont(g.transpose(v)), scores), 0, 2, 1, 3)
+    return g.cont_2d(out, d * n_head, n)
+
+
+def _convolve_in(
+    g: GraphBuilder, config: DraftConfig, w: BlockWeights, part: str, x: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The convolved sub-layer input, and the coefficients that its output is convolved with too."""
+    if config.conv is None:
+        return x, None
+    taps, groups = config.conv.n_taps, config.n_embd // config.conv.group_size
+    both = g.reshape(w.linear(g, f"{part}_conv_proj", x), groups, taps, 2, x.shape[1])
+    return _convolve(g, config.conv, x, both, w[f"{part}_conv_base"], side=0), both
+
+
+def _convolve_out(
+    g: GraphBuilder, config: DraftConfig, w: BlockWeights, part: str, x: Tensor, both: Tensor | None
+) -> Tensor:
+    if config.conv is None or both is None:
+        return x
+    return _convolve(g, config.conv, x, both, w[f"{part}_conv_base"], side=1)
+
+
+def _convolve(
+    g: GraphBuilder, conv: ConvConfig, x: Tensor, both: Tensor, base: Tensor, *, side: int
+) -> Tensor:
+    """Causal depthwise convolution over the rows of x [n_embd, n], rows before the first being zero.
+
+    Channel c of tap t weighs base[side][t][c] + both[c // group_size, t, side, row].
+    """
+    n_embd, n = x.shape[0], x.shape[1]
+    groups, size = both.shape[0], conv.group_size
+    total: Tensor | None = None
+    for tap in range(min(conv.n_taps, n)):
+        rows = n - tap  # the tap reaches rows tap.. of the result
+        offset = both.strides[1] * tap + both.strides[2] * side + both.strides[3] * tap
+        dynamic = g.cont(g.view(both, (1, groups, rows), (both.strides[0], both.strides[3]), offset))
+        fixed = g.view(base, (size, groups), (4 * size,), base.strides[1] * tap + base.strides[2] * side)
+        weights = g.add(g.repeat(dynamic, size, groups, rows, 1), fixed)
+        source = g.reshape(g.view(x, (n_embd, rows), (x.strides[1],), 0), size, groups, rows)
+        term = g.reshape(g.mul(weights, source), n_embd, rows)
+        if tap:
+            term = g.pad_rows_before(term, tap)
+        total = term if total is None else g.add(total, term)
+    assert total is not None
+    return total
+
+
+def build_logits(g: GraphBuilder, config: DraftConfig, head: Tensor, hidden: Tensor) -> Tensor:
+    """Logits F32 [n_vocab, rows] of normalised rows through the target's head, scaled and capped."""
+    logits = g.mul_mat(head, hidden)
+    if config.logit_scale != 1.0:
+        logits = g.scale(logits, config.logit_scale)
+    if config.softcap:
+        logits = g.scale(g.tanh(g.scale(logits, 1.0 / config.softcap)), config.softcap)
+    return logits
+
+
+def build_candidates(
+    g: GraphBuilder,
+    config: DraftConfig,
+    weights: LoadedWeights,
+    hidden: Tensor,
+    logits: Tensor,
+    anchor: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The best candidates of every row and how well each follows each candidate of the row before.
+
+    hidden and logits of rows 1.. of a block; `anchor` I32 [n_candidates], the newest token repeated.
+    Returns ids I32 [n_candidates, rows] and scores F32 [successor, predecessor, rows].
+    """
+    assert config.selector is not None
+    n, rank = config.selector.n_candidates, config.selector.rank
+    n_vocab, rows = logits.shape[0], logits.shape[1]
+    ids = g.best_k(logits, n)
+    flat = g.reshape(ids, n * rows)
+    successors = g.reshape(g.get_rows(weights["selector_successor.weight"], flat), rank, n, rows)
+    table = weights["selector_predecessor.weight"]
+    predecessors = g.reshape(g.get_rows(table, anchor), rank, n, 1)
+    if rows > 1:
+        before = g.get_rows(table, g.view(flat, (n * (rows - 1),), (), 0))
+        predecessors = g.concat(predecessors, g.reshape(before, rank, n, rows - 1), 2)
+    gate = g.reshape(g.mul_mat(weights["selector_hidden.weight"], hidden), rank, 1, rows)
+    pairs = g.mul_mat(successors, g.mul(predecessors, gate))  # [successor, predecessor, rows]
+    unary = g.reshape(g.get_rows(g.reshape(logits, 1, n_vocab, rows), ids), n, 1, rows)
+    return ids, g.add(pairs, unary)
+
+
+def max_nodes(config: DraftConfig) -> int:
+    """An upper bound on the operations of one draft graph."""
+    taps = 0 if config.conv is None else config.conv.n_taps
+    return config.n_layer * (NODES_PER_LAYER + 40 * taps) + 256
+
+
+def cache_type(type: ElementType, config: DraftConfig) -> ElementType:
+    """The element type of the draft's cache; a quantised one needs whole blocks in a head."""
+    return type if config.head_dim % type.block == 0 else ElementType.F16

@@ -1,0 +1,75 @@
+"""What every drafter does, and what all of them share: caches, cells, masks. Layer 6.
+
+A drafter proposes tokens behind the newest one, which the target has not run yet. It sees the text
+through what target forwards recorded: after each commit it is shown the committed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pyggml_dflash.arch.base import Capture
+from pyggml_dflash.engine.sampling import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafted tokens; `distributions` float64 [n_vocab] they were drawn from, None for greedy choices."""
+
+    tokens: tuple[int, ...]
+    distributions: tuple[npt.NDArray[np.float64], ...] | None = None
+
+
+class Drafter(Protocol):
+    """Proposes tokens for one slot at a time."""
+
+    name: str
+    capture: Capture
+    max_drafts: int  # tokens of the longest proposal
+
+    def begin(self) -> None:
+        """Forget the sequence before."""
+
+    def observe(self, tokens: Sequence[int], n_past: int) -> None:
+        """Take in the first rows of the last target forward: `tokens` at positions from `n_past` on."""
+
+    def propose(self, anchor: int, n_past: int, n_drafts: int, sampler: Sampler | None) -> Proposal:
+        """Up to `n_drafts` tokens behind `anchor`, which stands at position `n_past`.
+
+        With a sampler the tokens are drawn from distributions that are returned; without, the best.
+        """
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+def ring_mask(
+    mask: npt.NDArray[Any], *, n_past: int, n_cells: int, window: int, causal: bool, block: int
+) -> None:
+    """Fill a block's mask F16 [block, n_kv] over a cache whose cell is position modulo `n_cells`.
+
+    Context cells hold positions below `n_past`; row i of the block stands at n_past + i, and its own
+    keys are in the cells of its positions. A row sees context within `window` (0: all of it) and the
+    block's rows: all of them, or those up to itself.
+    """
+    n_kv = mask.shape[1]
+    cells = np.arange(n_kv)
+    positions = n_past - 1 - (n_past - 1 - cells) % n_cells  # the newest position below n_past in each cell
+    rows = n_past + np.arange(block)[:, None]
+    held = (positions >= 0) & (cells < n_cells)
+    seen = held & ((window == 0) | (rows - positions < window))
+    own = (n_past + np.arange(block)) % n_cells
+    seen[:, own[own < n_kv]] = False
+    mask[:] = np.where(seen, 0, -np.inf)
+    for j, cell in enumerate(own):
+        first = j if causal else 0
+        last = block
+        if window:
+            last = min(last, j + window)
+            first = max(first, j - window + 1)
+        mask[first:last, cell] = 0

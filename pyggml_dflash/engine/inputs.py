@@ -1,0 +1,167 @@
+"""What goes into a forward: tokens or embedding rows, positions, cache rows and the mask. Layer 6."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pyggml_dflash.arch.base import Capture, GraphKey, Record, Step, Tap
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.graph import GraphAllocator, InputArena, StepGraph
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.model.weights import EMBEDDING, LoadedWeights
+
+BUCKET: Final = 256  # cache rows; GPU attention kernels want multiples of it
+
+
+def bucketed(n: int) -> int:
+    """`n` rounded up to a whole number of buckets."""
+    return -(-n // BUCKET) * BUCKET
+
+
+class RowGather:
+    """Reads rows of an embedding table that stays in the mapped file, on the CPU."""
+
+    def __init__(self, host: Backend, ledger: Ledger, weights: LoadedWeights, max_rows: int) -> None:
+        self._host, self._table = host, weights[EMBEDDING]
+        with ExitStack() as stack:
+            self._ids = InputArena(host, ledger, "inputs", {"ids": (ElementType.I32, max_rows)})
+            stack.callback(self._ids.close)
+            self._allocator = GraphAllocator(host, ledger, "embedding rows")
+            stack.callback(self._allocator.close)
+            self._stack = stack.pop_all()
+        self._n_rows = 0
+        self._graph: StepGraph | None = None
+
+    def gather(self, tokens: Sequence[int]) -> npt.NDArray[Any]:
+        """F32 [n_tokens, n_embd]; overwritten by the next call."""
+        if len(tokens) != self._n_rows:
+            self._build(len(tokens))
+        self._ids["ids"].array[: len(tokens)] = tokens
+        assert self._graph is not None
+        return self._graph.run()[0]
+
+    def _build(self, n_rows: int) -> None:
+        if self._graph is not None:
+            self._graph.close()
+            self._graph, self._n_rows = None, 0
+        g = GraphBuilder(64)
+        rows = g.output(g.get_rows(self._table, g.view(self._ids["ids"].tensor, (n_rows,), (), 0)))
+        self._graph, self._n_rows = StepGraph(self._host, g, (rows,), self._allocator), n_rows
+
+    def close(self) -> None:
+        """Free graph and inputs."""
+        if self._graph is not None:
+            self._graph.close()
+            self._graph = None
+        self._stack.close()
+
+
+class Inputs:
+    """The inputs of forwards of up to `max_rows` rows, and how they are filled."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        ledger: Ledger,
+        config: ModelConfig,
+        *,
+        max_rows: int,
+        max_kv: int,
+        embedded: bool,
+    ) -> None:
+        n_first = max_rows * config.n_embd if embedded else max_rows
+        self._arena = InputArena(
+            backend,
+            ledger,
+            "inputs",
+            {
+                "x": (ElementType.F32 if embedded else ElementType.I32, n_first),
+                "positions": (ElementType.I32, max_rows),
+                "rows": (ElementType.I64, max_rows),
+                "mask": (ElementType.F16, max_rows * max_kv),
+            },
+        )
+        self.x, self.positions = self._arena["x"], self._arena["positions"]
+        self.rows, self.mask = self._arena["rows"], self._arena["mask"]
+        self.mask.array[:] = -np.inf
+        self._triangle = np.triu(np.full((max_rows, max_rows), -np.inf, np.float16), 1)
+        self._n_embd, self._embedded = config.n_embd, embedded
+        self._shown: tuple[int, int] | None = None  # slot and n_past that a one-row mask shows
+
+    def step(
+        self,
+        g: GraphBuilder,
+        key: GraphKey,
+        flash_attn: bool,
+        tap: Tap | None,
+        record: Record | None = None,
+        capture: Capture | None = None,
+    ) -> Step:
+        """The input tensors as a graph of this key sees them."""
+        n, x = key.n_tokens, self.x.tensor
+        row = 4 * self._n_embd
+        return Step(
+            key=key,
+            tokens=None if self._embedded else g.view(x, (n,), (), 0),
+            embeddings=g.view(x, (self._n_embd, n), (row,), 0) if self._embedded else None,
+            positions=g.view(self.positions.tensor, (n,), (), 0),
+            rows=g.view(self.rows.tensor, (n,), (), 0),
+            mask=g.view(self.mask.tensor, (key.n_kv, n), (2 * key.n_kv,), 0),
+            flash_attn=flash_attn,
+            tap=tap,
+            record=record,
+            capture=capture,
+        )
+
+    def fill(self, x: npt.ArrayLike, n: int, slot: int, n_past: int, n_ctx: int) -> None:
+        """Write tokens or embedding rows, positions and cache rows of `n` rows after `n_past`."""
+        width = n * self._n_embd if self._embedded else n
+        self.x.array[:width] = x
+        self.positions.array[:n] = range(n_past, n_past + n)
+        first = slot * n_ctx + n_past
+        self.rows.array[:n] = range(first, first + n)
+        self.x.upload(0, width)
+        self.positions.upload(0, n)
+        self.rows.upload(0, n)
+
+    def fill_one(self, x: npt.ArrayLike, slot: int, n_past: int, n_ctx: int) -> None:
+        """`fill` and the mask for a single row, which changes in one element from step to step."""
+        mask = self.mask.array
+        if self._embedded:
+            self.x.array[: self._n_embd] = x
+            self.x.upload(0, self._n_embd)
+        else:
+            self.x.array[0] = x
+            self.x.upload(0, 1)
+        self.positions.array[0] = n_past
+        self.rows.array[0] = slot * n_ctx + n_past
+        self.positions.upload(0, 1)
+        self.rows.upload(0, 1)
+        if self._shown == (slot, n_past - 1):
+            mask[n_past] = 0
+            self.mask.upload(n_past, n_past + 1)
+        else:
+            mask[: n_past + 1] = 0
+            mask[n_past + 1 :] = -np.inf
+            self.mask.upload(0, len(mask))
+        self._shown = slot, n_past
+
+    def fill_mask(self, n: int, n_past: int, n_kv: int) -> None:
+        """Row i sees cache rows up to n_past + i."""
+        mask = self.mask.array[: n * n_kv].reshape(n, n_kv)
+        mask[:, :n_past] = 0
+        mask[:, n_past : n_past + n] = self._triangle[:n, :n]
+        mask[:, n_past + n :] = -np.inf
+        self.mask.upload(0, n * n_kv)
+
+    def close(self) -> None:
+        """Free the tensors."""
+        self._arena.close()

@@ -200,4 +200,7 @@ class Session:
 def _path(command: str, argument: str) -> Path:
     if not argument:
         raise UsageError(f"{command} needs the name of a file")
-    return Path(argument).expanduser()
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{argument} names a home folder that is not known; write the path out") from error

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar, get_args
 
 import click
 
-from dflash_cli.params import ChunkSize, ContextLength, ModelFile, Text, TokenBias
+from dflash_cli.params import ChunkSize, ContextLength, ModelFile, Seed, Text, TokenBias
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.options import KV_TYPES, Auto, EngineOptions, KVType, SamplingOptions, Switch
+from pyggml_dflash.options import KV_TYPES, Auto, EngineOptions, KVType, SamplingOptions, Spec, Switch
 from pyggml_dflash.requests import GenerationRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,6 +93,19 @@ _ENGINE: Final = (
         show_default=True,
         help="Copy weights into CPU layouts that compute faster.",
     ),
+    click.option("--draft", type=ModelFile(), help="DFlash draft made for the model, a GGUF file."),
+    click.option(
+        "--spec",
+        type=click.Choice(get_args(Spec)),
+        default="auto",
+        show_default=True,
+        help="Speculative decoding: with the draft ('auto' if there is one) or the model's MTP block.",
+    ),
+    click.option(
+        "--spec-width",
+        type=int,
+        help="Rows of every verify forward.  [default: what measured cost and acceptance say]",
+    ),
     click.option(
         "--nfc/--no-nfc", default=True, help="Unicode NFC before tokenizing, where the model wants it."
     ),
@@ -107,7 +120,9 @@ _SAMPLING: Final = (
     number_flag("--frequency-penalty", 0.0, "Weaken a token each time the answer has it; 0: off."),
     number_flag("--presence-penalty", 0.0, "Weaken tokens that the answer has; 0: off."),
     click.option("--logit-bias", type=TokenBias(), multiple=True, help="Add to a token's logit; repeatable."),
-    click.option("--seed", type=int, help="Seed of sampling: same seed, same text.  [default: a fresh one]"),
+    click.option(
+        "--seed", type=Seed(), help="Seed of sampling: same seed, same text.  [default: a fresh one]"
+    ),
 )
 
 _ANSWER: Final = (
@@ -138,6 +153,9 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         cache_type_v: KVType,
         flash_attn: Switch,
         repack: Switch,
+        draft: Path | None,
+        spec: Spec,
+        spec_width: int | None,
         nfc: bool,
         **rest: Any,
     ) -> None:
@@ -151,6 +169,9 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             cache_type_v=cache_type_v,
             flash_attn=flash_attn,
             repack=repack,
+            draft=draft,
+            spec=spec,
+            spec_width=spec_width,
             nfc=nfc,
         )
         command(engine=engine, **rest)

@@ -8,7 +8,8 @@ import click
 
 from dflash_cli.flags import CACHE_TYPES, JSON, MODEL
 from dflash_cli.params import ContextLength
-from dflash_cli.ui import open_stdout, plain, print_json, print_table, printable, say
+from dflash_cli.streams import printable
+from dflash_cli.ui import open_stdout, plain, print_json, print_table, say
 from pyggml_dflash.api import DEFAULT_MODEL, ModelReport, TensorShare, inspect_model
 from pyggml_dflash.errors import human_bytes
 from pyggml_dflash.options import KVType
@@ -81,7 +82,7 @@ def print_report(report: ModelReport, *, tensors: bool, metadata: bool) -> None:
 def _summary_rows(report: ModelReport) -> list[list[str]]:
     files = "" if report.n_files == 1 else f" in {report.n_files} files"
     rows = [
-        ["file", str(report.path)],
+        ["file", printable(str(report.path))],
         ["name", printable(report.name)],
         ["architecture", printable(report.architecture) or "not given"],
         ["supported", "yes" if report.supported else f"no: {printable(report.reason or '')}"],

@@ -6,13 +6,12 @@ the overview stand here for that reason, and a test holds them against the comma
 
 from __future__ import annotations
 
-import os
-import sys
 from importlib import import_module
 from typing import Any, Final
 
 import click
 
+from dflash_cli.streams import guard_streams, printable
 from pyggml_dflash import __version__
 from pyggml_dflash.errors import DflashError
 
@@ -53,21 +52,13 @@ class DflashGroup(click.Group):
         try:
             return super().invoke(ctx)
         except DflashError as error:
-            click.echo(f"dflash: error: {' '.join(str(error).split())}", err=True)
+            click.echo(f"dflash: error: {printable(' '.join(str(error).split()))}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
-            _forget_stdout()
-            ctx.exit(0)
-
-
-def _forget_stdout() -> None:
-    """The reader of a pipe is gone, which is its right (`| head`); the exit must not write to it again."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
+            ctx.exit(0)  # the reader of standard output is gone, which is its right (`| head`)
 
 
 @click.command(cls=DflashGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -82,4 +73,5 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of `dflash`, `pyggml-dflash` and `python -m pyggml_dflash`."""
+    guard_streams()
     cli(prog_name="dflash")

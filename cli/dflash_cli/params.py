@@ -5,7 +5,9 @@ A value that cannot be parsed is quoted and exits 2; ranges are checked by the o
 
 from __future__ import annotations
 
+import math
 import re
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -64,10 +66,14 @@ class ModelFile(Param):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path as given."""
         path = Path(value)
-        if path.is_dir():
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ModelFileError(f"{path} does not exist") from error
+        except OSError as error:
+            raise ModelFileError(f"{path} cannot be opened: {error.strerror}") from error
+        if stat.S_ISDIR(mode):
             raise ModelFileError(f"{path} is a directory; name a .gguf file in it")
-        if not path.exists():
-            raise ModelFileError(f"{path} does not exist")
         return path
 
 
@@ -99,8 +105,27 @@ class TokenBias(Param):
         """(token id, bias)"""
         if isinstance(value, tuple):
             return value
-        token, _, bias = value.partition("=")
+        match = re.fullmatch(r"(-?[0-9]{1,10})=([-+.0-9a-zA-Z]+)", value)
         try:
-            return int(token), float(bias)
+            token, bias = (int(match[1]), float(match[2])) if match else (0, math.nan)
         except ValueError:
+            match = None
+        if match is None:
             self.fail(f"{value!r} is no token bias; pass a token id and a number as in 198=-5 or 198=-inf.")
+        if math.isinf(bias) and "inf" not in value.lower():
+            self.fail(f"{value!r} is out of range; pass a smaller number, or inf as in 198=-inf.")
+        return token, bias
+
+
+class Seed(Param):
+    """A whole number in decimal digits."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; its range is checked by the options."""
+        if isinstance(value, int):
+            return value
+        if not re.fullmatch(r"-?[0-9]{1,40}", value):
+            self.fail(f"{value!r} is no seed; pass a whole number as in 42.")
+        return int(value)

@@ -61,7 +61,7 @@ class PromptSource:
         if self.text is not None and self.text != STDIN:
             return Prompt(self.text, True)
         if self.file is not None and str(self.file) != STDIN:
-            return Prompt(_decoded(self.file.read_bytes(), str(self.file)), False)
+            return Prompt(_decoded(_read_file(self.file), str(self.file)), False)
         asked = self.text is not None or self.file is not None
         if not asked and (sys.stdin is None or sys.stdin.isatty()):
             return None
@@ -77,6 +77,13 @@ def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
         command(source=PromptSource(prompt, file), **rest)
 
     return apply(_PROMPT, with_source)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _read_stdin() -> bytes:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyggml_dflash.requests import GenerationResult, Progress
+from dflash_cli.streams import printable
+from pyggml_dflash.requests import GenerationResult, Progress, SpeculationStats
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """One line on standard error."""
-    click.echo(f"dflash: {text}", err=True)
+    """One line on standard error, whatever `text` has in it."""
+    click.echo(f"dflash: {printable(text)}", err=True)
 
 
 def open_stdout() -> None:
@@ -53,11 +54,20 @@ def timings_line(result: GenerationResult) -> str:
     """Tokens and rates of an answer; its first token comes out of the prefill, so decode made one less."""
     usage, timings = result.usage, result.timings
     read, decoded = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens - 1
+    spec = result.speculation
+    drafts = "" if spec is None or not spec.verify_steps else f"; {drafted(spec)}"
     return (
         f"prompt {usage.prompt_tokens} tokens, {rate(read, timings.prefill_s)}; "
         f"generated {usage.completion_tokens} tokens, {rate(decoded, timings.decode_s)}; "
-        f"finish: {result.finish_reason}"
+        f"finish: {result.finish_reason}{drafts}"
     )
+
+
+def drafted(spec: SpeculationStats) -> str:
+    """How far drafts carried: tokens per verify step, and plain steps where drafting did not pay."""
+    plain = f", {spec.plain_steps} plain steps" if spec.plain_steps else ""
+    aside = f", put aside {spec.gave_up} times" if spec.gave_up else ""
+    return f"{spec.drafter} {spec.acceptance_length:.2f} tokens in {spec.verify_steps} steps{plain}{aside}"
 
 
 def print_json(value: Any) -> None:
@@ -84,11 +94,6 @@ def print_table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "") 
     for row in rows:
         cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
         click.echo((indent + "  ".join(cells)).rstrip())
-
-
-def printable(text: str) -> str:
-    """`text` on one line, with everything that could steer a terminal escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class ProgressBars:

@@ -136,3 +136,12 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
         screen.type("\x04")
         assert screen.wait() == 0
     assert "Traceback" not in screen.shown
+
+
+def test_a_file_name_that_cannot_be_is_told_and_the_session_goes_on() -> None:
+    script = lines(
+        "/save " + "x" * 300, "/save ~nosuchuser/x", "/load ~nosuchuser/x", "/save a\0b", "/load /dev/zero"
+    )
+    done = dflash("chat", *FEW, "--quiet", stdin=script)
+    assert done.code == 0
+    assert [line.startswith("dflash: error: ") for line in done.err.splitlines()] == [True] * 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,34 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes, mess
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         load_conversation(tmp_path / "none.json")
+
+
+def test_a_conversation_that_cannot_be_encoded_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    Conversation(turns=["a"]).save(path)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="no character"):
+        Conversation(turns=["\ud800"]).save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["talk.json"]
+
+
+def test_a_save_keeps_the_mode_and_the_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "talk.json", tmp_path / "link.json"
+    Conversation(turns=["a"]).save(path)
+    path.chmod(0o600)
+    link.symlink_to(path)
+    Conversation(turns=["b"]).save(link)
+    assert link.is_symlink()
+    assert load_conversation(path).turns == ["b"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "fifo", "deep.json"])
+def test_what_is_no_file_of_messages_is_refused(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError):
+        load_conversation(tmp_path / name)
+    with pytest.raises(UsageError):
+        Conversation(turns=["a"]).save(tmp_path / name)

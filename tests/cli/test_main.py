@@ -66,6 +66,26 @@ def test_a_directory_as_model_exits_3(tmp_path: Path) -> None:
     assert done.output == f"dflash: error: {tmp_path} is a directory; name a .gguf file in it\n"
 
 
+def test_a_model_path_that_cannot_be_exits_3(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.gguf"
+    loop.symlink_to(loop)
+    for path in ("x" * 300, str(loop)):
+        done = CliRunner().invoke(cli, ["run", path, "-p", "x"])
+        assert done.exit_code == 3
+        assert done.output.startswith(f"dflash: error: {path} cannot be opened: ")
+
+
+def test_an_error_does_not_steer_a_terminal() -> None:
+    done = CliRunner().invoke(cli, ["run", "a\x1b[2J.gguf", "-p", "x"])
+    assert done.output == "dflash: error: a\\x1b[2J.gguf does not exist\n"
+
+
+def test_a_prompt_file_that_cannot_be_read_exits_2() -> None:
+    done = CliRunner().invoke(cli, ["run", "-f", "/proc/self/mem"])
+    assert done.exit_code == 2
+    assert done.output.startswith("dflash: error: /proc/self/mem cannot be read: ")
+
+
 @pytest.mark.parametrize("n_bytes", [0, 10, 5000])
 def test_a_damaged_model_exits_3_in_one_line(tmp_path: Path, n_bytes: int) -> None:
     path = tmp_path / "cut.gguf"

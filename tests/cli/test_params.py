@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from dflash_cli.main import cli
-from dflash_cli.params import ChunkSize, ContextLength, TokenBias
+from dflash_cli.params import ChunkSize, ContextLength, Seed, TokenBias
 
 K, M = 1024, 1024 * 1024
 
@@ -26,6 +26,7 @@ K, M = 1024, 1024 * 1024
         (ChunkSize(), "auto", "auto"),
         (TokenBias(), "198=-5", (198, -5.0)),
         (TokenBias(), "0=1e3", (0, 1000.0)),
+        (Seed(), "42", 42),
         (TokenBias(), "7=-inf", (7, float("-inf"))),
     ],
 )
@@ -50,6 +51,11 @@ REFUSED = [
     ("--logit-bias", "x=1"),
     ("--logit-bias", "1=y"),
     ("--logit-bias", "=1"),
+    ("--logit-bias", "5=1e400"),
+    ("--logit-bias", "1_0=1"),
+    ("--logit-bias", "1=1_0"),
+    ("--seed", "1_0"),
+    ("--seed", "9" * 5000),
     ("--cache-type-k", "q9"),
     ("--flash-attn", "maybe"),
     ("--temperature", "hot"),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dflash_cli.ui import plain, print_json, print_table, printable, rate, timings_line
+from dflash_cli.streams import printable
+from dflash_cli.ui import plain, print_json, print_table, rate, say, timings_line
 
 from pyggml_dflash.requests import GenerationResult, Timings, Usage
 
@@ -59,3 +60,8 @@ def test_columns_are_as_wide_as_their_widest_cell(capsys: pytest.CaptureFixture[
 
 def test_nothing_printable_steers_a_terminal() -> None:
     assert printable("a\x1b[2J\n\x9bü") == r"a\x1b[2J\n\x9bü"
+
+
+def test_a_notice_does_not_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a\x1b[2J on\nCPU")
+    assert capsys.readouterr().err == "dflash: a\\x1b[2J on\\nCPU\n"

@@ -77,6 +77,13 @@ def as_table(work: Work, sides: Mapping[str, SideRates]) -> Table:
     return table
 
 
+def no_model(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Refuse to write over a model, the argument that is easily taken for this option's."""
+    if value is not None and str(value.name).endswith(".gguf"):
+        raise click.BadParameter(f"{value.name} is a model; name a file to write to")
+    return value
+
+
 @click.command()
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @click.option("--peer-python", type=click.Path(exists=True, path_type=Path), help="Interpreter with it.")
@@ -94,7 +101,11 @@ def as_table(work: Work, sides: Mapping[str, SideRates]) -> Table:
     help="Name of ours; the peer uses a GPU unless CPU.  [default: CPU]",
 )
 @click.option(
-    "--json", "json_file", type=click.File("w"), help="Where to write all of it as JSON; - prints it."
+    "--json",
+    "json_file",
+    type=click.File("w", lazy=True),
+    callback=no_model,
+    help="Where to write all of it as JSON; - prints it.",
 )
 def main(
     model: Path | None,

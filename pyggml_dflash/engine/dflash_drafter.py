@@ -15,7 +15,6 @@ from pyggml_dflash.arch.base import Capture
 from pyggml_dflash.arch.dflash import (
     BlockInputs,
     DraftCache,
-    DraftConfig,
     build_block,
     build_candidates,
     build_inject,
@@ -23,6 +22,7 @@ from pyggml_dflash.arch.dflash import (
     cache_type,
     max_nodes,
 )
+from pyggml_dflash.arch.dflash_config import DraftConfig
 from pyggml_dflash.engine.drafting import Proposal, ring_mask
 from pyggml_dflash.engine.graphs import Forwards, GraphCache
 from pyggml_dflash.engine.inputs import bucketed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pyggml_dflash.arch.base import Architecture, Capture, StateUpdate
-from pyggml_dflash.arch.dflash import DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
 from pyggml_dflash.arch.mtp import mtp_tensors
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter

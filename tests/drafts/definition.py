@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyggml_dflash.arch.dflash import DraftConfig
+from pyggml_dflash.arch.dflash_config import DraftConfig
 from pyggml_dflash.ggml.gguf import GgufFile
 
 Array = NDArray[np.float64]

@@ -14,14 +14,8 @@ from numpy.typing import NDArray
 
 from pyggml_dflash.arch import architecture_of
 from pyggml_dflash.arch.base import Capture, StateUpdate
-from pyggml_dflash.arch.dflash import (
-    BlockInputs,
-    Causality,
-    DraftConfig,
-    build_block,
-    draft_tensors,
-    read_draft_config,
-)
+from pyggml_dflash.arch.dflash import BlockInputs, build_block
+from pyggml_dflash.arch.dflash_config import Causality, DraftConfig, draft_tensors, read_draft_config
 from pyggml_dflash.arch.mtp import mtp_tensors
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter, Proposal

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pyggml_dflash.arch.dflash import Causality
+from pyggml_dflash.arch.dflash_config import Causality
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import ring_mask
 from tests.drafts.definition import DraftDefinition, visible

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash.arch import architecture_of
-from pyggml_dflash.arch.dflash import Causality, DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.arch.dflash_config import Causality, DraftConfig, draft_tensors, read_draft_config
 from pyggml_dflash.errors import ModelFileError, UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.gguf_writer import GgufWriter

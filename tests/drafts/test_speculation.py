@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash.arch.base import Capture, StateUpdate
-from pyggml_dflash.arch.dflash import draft_tensors, read_draft_config
+from pyggml_dflash.arch.dflash_config import draft_tensors, read_draft_config
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter, Proposal
 from pyggml_dflash.engine.graphs import Forwards, Recording

@@ -6,12 +6,13 @@ of rows (tokens) of the forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyggml_dflash.arch.base import State, Step
 from pyggml_dflash.ggml.ops import GraphBuilder, RopeParams
 from pyggml_dflash.ggml.tensor import Tensor
-from pyggml_dflash.model.config import DeltaNetConfig, ModelConfig, MoeConfig, RopeConfig
+from pyggml_dflash.model.config import ModelConfig, MoeConfig, RopeConfig
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, BlockWeights, LoadedWeights
 
 # Smallest sum of chosen expert weights, as the reference models clamp it: the smallest normal F16.
@@ -191,101 +192,41 @@ def _expert_hidden(g: GraphBuilder, w: BlockWeights, rows: Tensor, chosen: Tenso
     return g.swiglu(gate, up)
 
 
-def unit_rows(g: GraphBuilder, x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(sum(x^2) + eps) over the fastest dimension, with eps inside the root."""
-    n = x.shape[0]
-    return g.scale(g.rms_norm(x, eps / n), n**-0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaRows:
-    """What the recurrence of a delta net is fed with: mixed [conv_dim, M], decay and beta [value head, M]."""
-
-    mixed: Tensor
-    decay: Tensor
-    beta: Tensor
-
-
-def delta_rows(g: GraphBuilder, w: BlockWeights, x: Tensor) -> DeltaRows:
-    """Project x [n_embd, M]; decay is the log of a factor."""
-    decay = g.softplus(g.add(w.linear(g, "ssm_alpha", x), w["ssm_dt.bias"]))
-    return DeltaRows(
-        mixed=w.linear(g, "attn_qkv", x),
-        decay=g.mul(decay, w["ssm_a"]),
-        beta=g.sigmoid(w.linear(g, "ssm_beta", x)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaState:
-    """A sequence's recurrent state: conv [taps - 1, conv_dim], memory [d, d, value head]."""
-
-    conv: Tensor
-    memory: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaScan:
-    """A delta net run over rows: the convolution's window [taps - 1 + M, conv_dim] and the op's result."""
-
-    window: Tensor
-    out: Tensor
-    net: DeltaNetConfig
-    n_tokens: int
-
-    def outputs(self, g: GraphBuilder) -> Tensor:
-        """[d, value head, M]."""
-        net = self.net
-        return g.view(
-            self.out,
-            (net.head_dim, net.n_value_head, self.n_tokens),
-            (4 * net.head_dim, 4 * net.value_dim),
-            0,
-        )
-
-    def memories(self, g: GraphBuilder, n: int) -> Tensor:
-        """[d * d * value head, n]: the newest n states, newest first."""
-        size = self.net.head_dim * self.net.value_dim
-        return g.view(self.out, (size, n), (4 * size,), 4 * self.net.value_dim * self.n_tokens)
-
-    def commit(self, g: GraphBuilder, state: DeltaState) -> None:
-        """Overwrite the state with the one after the last row."""
-        net = self.net
-        shape, offset = (net.n_taps - 1, net.conv_dim), 4 * self.n_tokens
-        g.expand(g.copy(g.view(self.window, shape, (self.window.strides[1],), offset), state.conv))
-        newest = self.memories(g, 1)
-        target = g.view(state.memory, (newest.shape[0],), (), 0)  # flat: GPU back ends fuse this copy
-        g.expand(g.copy(newest, target))
-
-
-def delta_scan(
+def decode(
     g: GraphBuilder,
-    w: BlockWeights,
-    rows: DeltaRows,
-    state: DeltaState,
-    net: DeltaNetConfig,
-    eps: float,
-    n_states: int = 1,
-) -> DeltaScan:
-    """Convolve and run the gated delta rule from `state`, which is only read; keep `n_states` states."""
-    d, n_tokens = net.head_dim, rows.mixed.shape[1]
-    window = g.concat(state.conv, g.transpose(rows.mixed), 0)  # [taps - 1 + M, conv_dim]
-    y = g.silu(g.ssm_conv(window, w["ssm_conv1d.weight"]))  # [conv_dim, M]
-    row = y.strides[1]
-    parts = ((net.n_key_head, 0), (net.n_key_head, net.key_dim), (net.n_value_head, 2 * net.key_dim))
-    q, k, v = (
-        g.view(y, (d, heads, n_tokens, 1), (4 * d, row, row * n_tokens), 4 * start) for heads, start in parts
-    )
-    gates = (1, net.n_value_head, n_tokens, 1)
-    decay, beta = g.reshape(rows.decay, *gates), g.reshape(rows.beta, *gates)
-    q, k = unit_rows(g, q, eps), unit_rows(g, k, eps)
-    out = g.gated_delta_net(q, k, v, decay, beta, state.memory, n_states)
-    return DeltaScan(window, out, net, n_tokens)
+    config: ModelConfig,
+    weights: LoadedWeights,
+    step: Step,
+    *,
+    mix: Callable[[int, Tensor], Tensor],
+    feed: Callable[[BlockWeights, Tensor], Tensor],
+    feed_norm: str,
+) -> Tensor | None:
+    """A whole decoder: `mix(layer, x)` mixes tokens and writes state, `feed(w, x)` works row by row.
 
-
-def gate_delta(g: GraphBuilder, w: BlockWeights, scan: DeltaScan, z: Tensor, eps: float) -> Tensor:
-    """Normalise the outputs per head and gate them with silu(z): [value_dim, M]."""
-    net, n_tokens = scan.net, scan.n_tokens
-    rows = norm(g, scan.outputs(g), w["ssm_norm.weight"], eps)
-    gated = g.mul(rows, g.silu(g.reshape(z, net.head_dim, net.n_value_head, n_tokens)))
-    return g.reshape(gated, net.value_dim, n_tokens)
+    Both get rows [n_embd, M] that are normalised, and their results are added to the residual stream;
+    `feed_norm` names the norm in front of `feed`. Returns what `Architecture.build` does. Rows that
+    nothing reads are dropped after the last layer's `mix`.
+    """
+    x = embed(g, weights, step)
+    step.show("h_embed", x)
+    for i in range(config.n_layer):
+        w, last = weights.block(i), i == config.n_layer - 1
+        step.capture_layer(g, i, x)
+        h = mix(i, norm(g, x, w["attn_norm.weight"], config.norm_eps))
+        if last and step.key.output == "none" and not step.needs_all_rows:
+            return None  # the state is written; nothing reads the rest
+        step.show(f"h_mixer{i}", h)
+        if last and not step.needs_all_rows:
+            x, h = last_row(g, x, step), last_row(g, h, step)
+        x = g.add(h, x)
+        h = feed(w, norm(g, x, w[f"{feed_norm}.weight"], config.norm_eps))
+        step.show(f"h_ffn{i}", h)
+        x = g.add(h, x)
+        step.show(f"h_layer{i}", x)
+    x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
+    step.show("h_final", x)
+    step.capture_hidden(g, x)
+    if step.key.output == "none":
+        return None
+    return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)

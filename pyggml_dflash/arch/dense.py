@@ -8,10 +8,8 @@ from pyggml_dflash.arch.base import Commit, Record, State, StateLayout, StateTen
 from pyggml_dflash.arch.blocks import (
     KVView,
     attend,
-    embed,
+    decode,
     feed_forward,
-    head,
-    last_row,
     norm,
     project_qkv,
     rope_params,
@@ -136,30 +134,15 @@ class DenseArchitecture:
         self, g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, step: Step
     ) -> Tensor | None:
         """Append a forward; see `Architecture.build`."""
-        x = embed(g, weights, step)
-        step.show("h_embed", x)
-        for i in range(config.n_layer):
-            w, last = weights.block(i), i == config.n_layer - 1
-            step.capture_layer(g, i, x)
-            h = self._attention(
-                g, config, weights, i, norm(g, x, w["attn_norm.weight"], config.norm_eps), state, step
-            )
-            if last and step.key.output == "none" and not step.needs_all_rows:
-                return None  # the cache is written; nothing reads the rest
-            step.show(f"h_mixer{i}", h)
-            if last and not step.needs_all_rows:
-                x, h = last_row(g, x, step), last_row(g, h, step)
-            x = g.add(h, x)
-            h = feed_forward(g, w, norm(g, x, w["ffn_norm.weight"], config.norm_eps))
-            step.show(f"h_ffn{i}", h)
-            x = g.add(h, x)
-            step.show(f"h_layer{i}", x)
-        x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
-        step.show("h_final", x)
-        step.capture_hidden(g, x)
-        if step.key.output == "none":
-            return None
-        return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
+        return decode(
+            g,
+            config,
+            weights,
+            step,
+            mix=lambda i, x: self._attention(g, config, weights, i, x, state, step),
+            feed=lambda w, x: feed_forward(g, w, x),
+            feed_norm="ffn_norm",
+        )
 
     def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
         """Nothing: rows of the cache behind `n_past` are written again."""

@@ -10,33 +10,24 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from pyggml_dflash.arch.base import (
-    Commit,
-    GraphKey,
-    Record,
-    State,
-    StateLayout,
-    StateTensor,
-    StateUpdate,
-    Step,
-)
+from pyggml_dflash.arch.base import Commit, Record, State, StateLayout, StateTensor, StateUpdate, Step
 from pyggml_dflash.arch.blocks import (
-    DeltaRows,
-    DeltaScan,
-    DeltaState,
     KVView,
     attend,
-    delta_rows,
-    delta_scan,
-    embed,
+    decode,
     experts,
     feed_forward,
-    gate_delta,
-    head,
-    last_row,
     norm,
     project_qkv,
     rope_params,
+)
+from pyggml_dflash.arch.delta_net import (
+    delta_rows,
+    delta_scan,
+    gate_delta,
+    record_rows,
+    recorded_rows,
+    slot_state,
 )
 from pyggml_dflash.arch.dense import ffn_specs, kv_tensors, outer_specs, qkv_specs
 from pyggml_dflash.ggml.element import ElementType
@@ -244,30 +235,16 @@ class Qwen35Architecture:
         self, g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, step: Step
     ) -> Tensor | None:
         """Append a forward; see `Architecture.build`."""
-        x = embed(g, weights, step)
-        step.show("h_embed", x)
-        for i in range(config.n_layer):
-            w, last = weights.block(i), i == config.n_layer - 1
-            step.capture_layer(g, i, x)
-            h = norm(g, x, w["attn_norm.weight"], config.norm_eps)
-            h = self._mixer(g, config, weights, i, h, state, step)
-            if last and step.key.output == "none" and not step.needs_all_rows:
-                return None  # the state is written; nothing reads the rest
-            step.show(f"h_mixer{i}", h)
-            if last and not step.needs_all_rows:
-                x, h = last_row(g, x, step), last_row(g, h, step)
-            x = g.add(h, x)
-            h = norm(g, x, w["post_attention_norm.weight"], config.norm_eps)
-            h = feed_forward(g, w, h) if config.moe is None else experts(g, w, h, config.moe)
-            step.show(f"h_ffn{i}", h)
-            x = g.add(h, x)
-            step.show(f"h_layer{i}", x)
-        x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
-        step.show("h_final", x)
-        step.capture_hidden(g, x)
-        if step.key.output == "none":
-            return None
-        return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
+        moe = config.moe
+        return decode(
+            g,
+            config,
+            weights,
+            step,
+            mix=lambda i, x: self._mixer(g, config, weights, i, x, state, step),
+            feed=lambda w, x: feed_forward(g, w, x) if moe is None else experts(g, w, x, moe),
+            feed_norm="post_attention_norm",
+        )
 
     def _mixer(
         self,
@@ -341,53 +318,6 @@ class Qwen35Architecture:
             size = memories.shape[0]
             newest = g.view(memories, (size,), (), 4 * size * (commit.width - commit.n_keep))
             g.expand(g.copy(newest, now.memory))
-
-
-def record_rows(
-    g: GraphBuilder, record: Record, layer: int, rows: DeltaRows, scan: DeltaScan, key: GraphKey
-) -> None:
-    """Write what `build_commit` needs of a forward that leaves the state as it was."""
-    name, n = f"blk.{layer}.", key.n_tokens
-    if key.update == "snapshots":
-        size = scan.window.shape[0] * scan.window.shape[1]
-        flat = g.view(record[f"{name}window"], (size,), (), 0)
-        g.expand(g.copy(scan.window, flat))
-        memories = record[f"{name}memories"]
-        target = g.view(memories, (memories.shape[0], n), (memories.strides[1],), 0)
-        g.expand(g.copy(scan.memories(g, n), target))
-        return
-    for part, x in (("mixed", rows.mixed), ("decay", rows.decay), ("beta", rows.beta)):
-        target = record[name + part]
-        g.expand(g.copy(x, g.view(target, (x.shape[0], n), (target.strides[1],), 0)))
-
-
-def recorded_rows(g: GraphBuilder, record: Record, layer: int, n: int) -> DeltaRows:
-    """The first `n` rows that `record_rows` wrote for a replay."""
-
-    def first(part: str) -> Tensor:
-        x = record[f"blk.{layer}.{part}"]
-        return g.view(x, (x.shape[0], n), (x.strides[1],), 0)
-
-    return DeltaRows(first("mixed"), first("decay"), first("beta"))
-
-
-def slot_state(g: GraphBuilder, config: ModelConfig, state: State, layer: int, slot: int) -> DeltaState:
-    """The recurrent state of one layer and slot."""
-    net = config.delta_net
-    assert net is not None
-    conv, memory = (net.n_taps - 1, net.conv_dim), (net.head_dim, net.head_dim, net.n_value_head)
-    return DeltaState(
-        _slot_view(g, state[f"blk.{layer}.conv"], conv, slot),
-        _slot_view(g, state[f"blk.{layer}.memory"], memory, slot),
-    )
-
-
-def _slot_view(g: GraphBuilder, x: Tensor, shape: tuple[int, ...], slot: int) -> Tensor:
-    """One slot's part, of `shape`, of a recurrent F32 tensor whose slots lie one behind the other."""
-    strides = [4]
-    for n in shape:
-        strides.append(strides[-1] * n)
-    return g.view(x, shape, tuple(strides[1:-1]), slot * strides[-1])
 
 
 def gated_attention(

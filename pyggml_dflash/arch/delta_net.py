@@ -1,0 +1,159 @@
+"""The gated delta net: a recurrent layer whose state has a fixed size. Layer 4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyggml_dflash.arch.base import GraphKey, Record, State
+from pyggml_dflash.arch.blocks import norm
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.model.config import DeltaNetConfig, ModelConfig
+from pyggml_dflash.model.weights import BlockWeights
+
+
+def unit_rows(g: GraphBuilder, x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the fastest dimension, with eps inside the root."""
+    n = x.shape[0]
+    return g.scale(g.rms_norm(x, eps / n), n**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRows:
+    """What the recurrence of a delta net is fed with: mixed [conv_dim, M], decay and beta [value head, M]."""
+
+    mixed: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def delta_rows(g: GraphBuilder, w: BlockWeights, x: Tensor) -> DeltaRows:
+    """Project x [n_embd, M]; decay is the log of a factor."""
+    decay = g.softplus(g.add(w.linear(g, "ssm_alpha", x), w["ssm_dt.bias"]))
+    return DeltaRows(
+        mixed=w.linear(g, "attn_qkv", x),
+        decay=g.mul(decay, w["ssm_a"]),
+        beta=g.sigmoid(w.linear(g, "ssm_beta", x)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """A sequence's recurrent state: conv [taps - 1, conv_dim], memory [d, d, value head]."""
+
+    conv: Tensor
+    memory: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaScan:
+    """A delta net run over rows: the convolution's window [taps - 1 + M, conv_dim] and the op's result."""
+
+    window: Tensor
+    out: Tensor
+    net: DeltaNetConfig
+    n_tokens: int
+
+    def outputs(self, g: GraphBuilder) -> Tensor:
+        """[d, value head, M]."""
+        net = self.net
+        return g.view(
+            self.out,
+            (net.head_dim, net.n_value_head, self.n_tokens),
+            (4 * net.head_dim, 4 * net.value_dim),
+            0,
+        )
+
+    def memories(self, g: GraphBuilder, n: int) -> Tensor:
+        """[d * d * value head, n]: the newest n states, newest first."""
+        size = self.net.head_dim * self.net.value_dim
+        return g.view(self.out, (size, n), (4 * size,), 4 * self.net.value_dim * self.n_tokens)
+
+    def commit(self, g: GraphBuilder, state: DeltaState) -> None:
+        """Overwrite the state with the one after the last row."""
+        net = self.net
+        shape, offset = (net.n_taps - 1, net.conv_dim), 4 * self.n_tokens
+        g.expand(g.copy(g.view(self.window, shape, (self.window.strides[1],), offset), state.conv))
+        newest = self.memories(g, 1)
+        target = g.view(state.memory, (newest.shape[0],), (), 0)  # flat: GPU back ends fuse this copy
+        g.expand(g.copy(newest, target))
+
+
+def delta_scan(
+    g: GraphBuilder,
+    w: BlockWeights,
+    rows: DeltaRows,
+    state: DeltaState,
+    net: DeltaNetConfig,
+    eps: float,
+    n_states: int = 1,
+) -> DeltaScan:
+    """Convolve and run the gated delta rule from `state`, which is only read; keep `n_states` states."""
+    d, n_tokens = net.head_dim, rows.mixed.shape[1]
+    window = g.concat(state.conv, g.transpose(rows.mixed), 0)  # [taps - 1 + M, conv_dim]
+    y = g.silu(g.ssm_conv(window, w["ssm_conv1d.weight"]))  # [conv_dim, M]
+    row = y.strides[1]
+    parts = ((net.n_key_head, 0), (net.n_key_head, net.key_dim), (net.n_value_head, 2 * net.key_dim))
+    q, k, v = (
+        g.view(y, (d, heads, n_tokens, 1), (4 * d, row, row * n_tokens), 4 * start) for heads, start in parts
+    )
+    gates = (1, net.n_value_head, n_tokens, 1)
+    decay, beta = g.reshape(rows.decay, *gates), g.reshape(rows.beta, *gates)
+    q, k = unit_rows(g, q, eps), unit_rows(g, k, eps)
+    out = g.gated_delta_net(q, k, v, decay, beta, state.memory, n_states)
+    return DeltaScan(window, out, net, n_tokens)
+
+
+def gate_delta(g: GraphBuilder, w: BlockWeights, scan: DeltaScan, z: Tensor, eps: float) -> Tensor:
+    """Normalise the outputs per head and gate them with silu(z): [value_dim, M]."""
+    net, n_tokens = scan.net, scan.n_tokens
+    rows = norm(g, scan.outputs(g), w["ssm_norm.weight"], eps)
+    gated = g.mul(rows, g.silu(g.reshape(z, net.head_dim, net.n_value_head, n_tokens)))
+    return g.reshape(gated, net.value_dim, n_tokens)
+
+
+def record_rows(
+    g: GraphBuilder, record: Record, layer: int, rows: DeltaRows, scan: DeltaScan, key: GraphKey
+) -> None:
+    """Write what `build_commit` needs of a forward that leaves the state as it was."""
+    name, n = f"blk.{layer}.", key.n_tokens
+    if key.update == "snapshots":
+        size = scan.window.shape[0] * scan.window.shape[1]
+        flat = g.view(record[f"{name}window"], (size,), (), 0)
+        g.expand(g.copy(scan.window, flat))
+        memories = record[f"{name}memories"]
+        target = g.view(memories, (memories.shape[0], n), (memories.strides[1],), 0)
+        g.expand(g.copy(scan.memories(g, n), target))
+        return
+    for part, x in (("mixed", rows.mixed), ("decay", rows.decay), ("beta", rows.beta)):
+        target = record[name + part]
+        g.expand(g.copy(x, g.view(target, (x.shape[0], n), (target.strides[1],), 0)))
+
+
+def recorded_rows(g: GraphBuilder, record: Record, layer: int, n: int) -> DeltaRows:
+    """The first `n` rows that `record_rows` wrote for a replay."""
+
+    def first(part: str) -> Tensor:
+        x = record[f"blk.{layer}.{part}"]
+        return g.view(x, (x.shape[0], n), (x.strides[1],), 0)
+
+    return DeltaRows(first("mixed"), first("decay"), first("beta"))
+
+
+def slot_state(g: GraphBuilder, config: ModelConfig, state: State, layer: int, slot: int) -> DeltaState:
+    """The recurrent state of one layer and slot."""
+    net = config.delta_net
+    assert net is not None
+    conv, memory = (net.n_taps - 1, net.conv_dim), (net.head_dim, net.head_dim, net.n_value_head)
+    return DeltaState(
+        _slot_view(g, state[f"blk.{layer}.conv"], conv, slot),
+        _slot_view(g, state[f"blk.{layer}.memory"], memory, slot),
+    )
+
+
+def _slot_view(g: GraphBuilder, x: Tensor, shape: tuple[int, ...], slot: int) -> Tensor:
+    """One slot's part, of `shape`, of a recurrent F32 tensor whose slots lie one behind the other."""
+    strides = [4]
+    for n in shape:
+        strides.append(strides[-1] * n)
+    return g.view(x, shape, tuple(strides[1:-1]), slot * strides[-1])

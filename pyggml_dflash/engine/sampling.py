@@ -71,6 +71,8 @@ class Sampler:
         counted = prompt_ids if options.repetition_penalty != 1 else prompt_ids[:0]
         self._seen = _SeenTokens(counted) if penalties != (1, 0, 0) else None
 
+        self._is_argmax = options.greedy and not options.changes_logits
+        self._forbidden_set = frozenset(self._forbidden.tolist())
         self.needs_logits = not options.greedy or options.changes_logits or len(self._forbidden) > 0
         self.seed: int | None = None
         if not options.greedy:
@@ -80,6 +82,11 @@ class Sampler:
 
     def pick(self, logits: Logits) -> int:
         """The next token for `logits`, float32 [n_vocab]. Raises `BackendError` if no choice can be made."""
+        if self._is_argmax:  # only ids that are never emitted stand between the logits and the choice
+            _check_logits(logits, self._n_vocab)
+            token = int(np.argmax(logits))
+            if token not in self._forbidden_set and logits[token] > -math.inf:
+                return token
         x = self._adjusted(logits)
         if self._options.greedy:
             return int(np.argmax(x))

@@ -330,6 +330,15 @@ def test_forbidden_ids_are_never_chosen() -> None:
         assert set(draw(sampler(logits, forbidden=[0, 3], **options), logits, 50)) <= {1, 2}
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_greedy_over_forbidden_ids_takes_the_best_of_the_others(seed: int) -> None:
+    logits = random_logits(60, seed)
+    order = np.argsort(-logits, kind="stable")
+    for n_forbidden in (0, 1, 5):
+        chooser = sampler(logits, forbidden=order[:n_forbidden].tolist())
+        assert chooser.pick(logits) == order[n_forbidden]
+
+
 def test_infinite_biases_ban_and_force_a_token_whatever_its_logit() -> None:
     logits = logits_of(math.inf, 5, 1, -math.inf)
     banned = sampler(logits, logit_bias={0: -math.inf, 1: -math.inf})

@@ -56,6 +56,12 @@ class Model:
     config: ModelConfig
     weights: LoadedWeights
     flash_attn: bool
+    plain_kv: range = range(0)  # cache rows over which decode and verify attend without flash attention
+
+    def uses_flash(self, key: GraphKey) -> bool:
+        """Whether a forward of this key uses flash attention; the same for decode and verify."""
+        is_prompt = key.n_tokens > 1 and key.update == "commit"
+        return self.flash_attn and (is_prompt or key.n_kv not in self.plain_kv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +301,7 @@ def build_forward(
     builder = GraphBuilder(max_nodes, lambda op: can_run(backend, op))
     try:
         capture = recording.capture if recording is not None and key.capture else None
-        step: Step = inputs.step(builder, key, model.flash_attn, tap, record, capture)
+        step: Step = inputs.step(builder, key, model.uses_flash(key), tap, record, capture)
         logits = model.architecture.build(builder, model.config, model.weights, state, step)
         if logits is None:
             return builder, ()

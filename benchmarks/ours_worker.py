@@ -41,7 +41,7 @@ class Ours:
             threads=command["threads"],
             cache_type_k=command["kv"],
             cache_type_v=command["kv"],
-            flash_attn="on" if command["flash_attn"] else "off",
+            flash_attn=command["flash_attn"],
             repack="auto" if command["repack"] else "off",
         )
         info = self._engine.info

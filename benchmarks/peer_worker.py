@@ -14,6 +14,7 @@ import llama_cpp as c  # type: ignore[import-not-found]
 import numpy as np
 from worker import Answer, serve
 
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 ALL_LAYERS = 999
 LOG_LEVEL_ERROR = 4
@@ -61,7 +62,7 @@ class Peer:
         params.n_batch = params.n_ubatch = command["chunk"]
         params.n_threads = params.n_threads_batch = command["threads"]
         params.type_k = params.type_v = KV_TYPES[command["kv"]]
-        params.flash_attn_type = 1 if command["flash_attn"] else 0
+        params.flash_attn_type = FLASH_ATTN[command["flash_attn"]]
         params.offload_kqv = params.op_offload = on_gpu
         params.no_perf = True
         return params

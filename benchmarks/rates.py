@@ -35,7 +35,7 @@ class Work:
     chunk: int = 512
     threads: int
     kv: str = "f16"
-    flash_attn: bool = True
+    flash_attn: str = "auto"  # "on", "off", or what each side takes by itself
     repack: bool = True
     device: str | None = "CPU"  # None: the first GPU, else the CPU
 

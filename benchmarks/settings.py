@@ -3,7 +3,8 @@
     python benchmarks/settings.py MODEL.gguf flash-attn=on flash-attn=off repack=off,threads=1
 
 Each argument is one side: settings that differ from the default, with commas between. The first is the one
-that ratios refer to. Settings: flash-attn and repack (on, off), threads, kv, chunk, device, prefill, decode.
+that ratios refer to. Settings: flash-attn (auto, on, off), repack (on, off), threads, kv, chunk, device,
+prefill, decode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from worker import Worker
 from pyggml_dflash.ggml.device import physical_cores
 
 FIELDS = {"prefill": "n_prefill", "decode": "n_decode", "flash-attn": "flash_attn"}
-SWITCHES = {"on": True, "off": False}
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def parse_settings(text: str) -> dict[str, Any]:
         field = FIELDS.get(name, name)
         if field not in Work.__slots__ or not value:
             raise click.BadParameter(f"{part!r} is no setting; use NAME=VALUE, such as flash-attn=off")
-        settings[field] = SWITCHES[value] if value in SWITCHES else int(value) if value.isdigit() else value
+        settings[field] = value == "on" if field == "repack" else int(value) if value.isdigit() else value
     return settings
 
 

@@ -67,7 +67,7 @@ def as_table(work: Work, sides: Mapping[str, SideRates]) -> Table:
         f"decode {work.n_decode}",
         title=f"{work.model.name}: median (range) of {len(ours.prefill)}",
         caption=f"{work.threads} threads, KV {work.kv}, chunk {work.chunk}, context {work.n_ctx}, "
-        f"flash attention {'on' if work.flash_attn else 'off'}, repacking {'on' if work.repack else 'off'}; "
+        f"flash attention {work.flash_attn}, repacking {'on' if work.repack else 'off'}; "
         f"of {len(ours.tokens)} chosen tokens the first {n_equal(ours.tokens, peer.tokens)} are equal",
     )
     for name, side in (("pyggml_dflash", ours), ("llama-cpp-python", peer)):
@@ -92,7 +92,7 @@ def no_model(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 @click.option("--repeat", "n_repeat", default=5, show_default=True, help="Turns that count.")
 @click.option("--threads", default=0, help="CPU threads of both.  [default: physical cores]")
 @click.option("--kv", default="f16", show_default=True, help="Type of keys and values.")
-@click.option("--flash-attn", type=click.Choice(["on", "off"]), default="on", show_default=True)
+@click.option("--flash-attn", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True)
 @click.option("--repack", type=click.Choice(["on", "off"]), default="on", show_default=True)
 @click.option(
     "--device",
@@ -129,7 +129,7 @@ def main(
         chunk=min(512, n_prefill),
         threads=threads or physical_cores(),
         kv=kv,
-        flash_attn=flash_attn == "on",
+        flash_attn=flash_attn,
         repack=repack == "on",
         device=device,
     )

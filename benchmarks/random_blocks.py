@@ -8,7 +8,9 @@ Every block has valid scales, and values of mean 0 and the standard deviation as
 
     Q4_K, Q5_K   d * s * (q - middle), written as d * s * q - dmin * s with dmin = middle * d
     Q6_K         d * s * (q - 32)
-    Q4_0, Q8_0   d * (q - 8) and d * q
+    Q4_0, Q5_0   d * (q - 8) and d * (q - 16)
+    Q5_1         d * q + m with m = -middle * d
+    Q8_0         d * q
 """
 
 from __future__ import annotations
@@ -94,9 +96,15 @@ def _q6_k(rng: np.random.Generator, n: int, std: float) -> Bytes:
 
 
 def _plain(rng: np.random.Generator, n: int, std: float, *, n_bits: int) -> Bytes:
-    """Q4_0 and Q8_0: a scale and 32 numbers."""
+    """Q4_0, Q5_0 and Q8_0: a scale of either sign, since codes lean to one, and 32 numbers of any bits."""
     spread = np.sqrt((4.0**n_bits - 1) / 12)
-    return np.concatenate([_half(_d(rng, n, std / spread)), _random_bytes(rng, n, 4 * n_bits)], axis=1)
+    d = _d(rng, n, std / spread) * rng.choice(np.array([-1, 1], np.float32), n)
+    return np.concatenate([_half(d), _random_bytes(rng, n, 4 * n_bits)], axis=1)
+
+
+def _q5_1(rng: np.random.Generator, n: int, std: float) -> Bytes:
+    d = _d(rng, n, std / np.sqrt((32**2 - 1) / 12))
+    return np.concatenate([_half(d), _half(-15.5 * d), _random_bytes(rng, n, 20)], axis=1)
 
 
 def _floats(rng: np.random.Generator, n: int, std: float, *, element: ElementType) -> Bytes:
@@ -112,6 +120,8 @@ _MAKERS: Final[dict[ElementType, Callable[[np.random.Generator, int, float], Byt
     ElementType.F16: partial(_floats, element=ElementType.F16),
     ElementType.BF16: partial(_floats, element=ElementType.BF16),
     ElementType.Q4_0: partial(_plain, n_bits=4),
+    ElementType.Q5_0: partial(_plain, n_bits=5),
+    ElementType.Q5_1: _q5_1,
     ElementType.Q8_0: partial(_plain, n_bits=8),
     ElementType.Q4_K: partial(_k_with_minimum, n_values=16, n_quant_bytes=128),
     ElementType.Q5_K: partial(_k_with_minimum, n_values=32, n_quant_bytes=160),

@@ -122,7 +122,8 @@ def record_rows(
         flat = g.view(record[f"{name}window"], (size,), (), 0)
         g.expand(g.copy(scan.window, flat))
         memories = record[f"{name}memories"]
-        target = g.view(memories, (memories.shape[0], n), (memories.strides[1],), 0)
+        size, stride = memories.shape[0], memories.strides[1]
+        target = g.view(memories, (size, 1, n), (stride, stride), 0)  # [.., sequence, state]: GPUs fuse it
         g.expand(g.copy(scan.memories(g, n), target))
         return
     for part, x in (("mixed", rows.mixed), ("decay", rows.decay), ("beta", rows.beta)):

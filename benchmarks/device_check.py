@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Final
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -52,6 +53,8 @@ from pyggml_dflash.engine.loader import DEFAULT_MODEL
 from pyggml_dflash.ggml.device import backend_features, devices
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+# A GPU rounds activations of quantised weights in other blocks; on an H200 logits moved by 0.19 in the mean.
+NEAR_TIE: Final = 0.1
 PICO_REFERENCE: Final = ROOT / "tests" / "data" / "pico" / "reference.json"
 SECTION_S: Final = 240  # longest time for a section
 
@@ -71,20 +74,28 @@ def facts(report: Report, setup: Setup) -> None:
 
 
 def texts(report: Report, setup: Setup) -> None:
-    """Greedy continuations of the shipped model, token by token."""
-    reference = json.loads(PICO_REFERENCE.read_text())["prompts"]
+    """Greedy continuations of the shipped model: the CPU's, up to where its two best logits nearly tie."""
+    prompts = [p["prompt"] for p in json.loads(PICO_REFERENCE.read_text())["prompts"]]
     ids: dict[str, list[Ids]] = {}
-    for device in ("CPU", setup.device):
-        with Engine.open(DEFAULT_MODEL, device=device, max_ctx=2048) as engine:
-            answers = [engine.generate(engine.tokenize(p["prompt"]), max_tokens=128) for p in reference]
-            ids[device] = [list(answer.tokens) for answer in answers]
-    for i, (cpu, gpu) in enumerate(zip(ids["CPU"], ids[setup.device], strict=True)):
-        same = n_equal(cpu, gpu)
-        found = "equal" if cpu == gpu else f"equal for {same} of {len(cpu)}"
-        if cpu != gpu and same < len(gaps := reference[i].get("top2_gaps", ())):
-            found += f", reference gap there {gaps[same]:.3f}"
-        report.check(f"prompt {i}", found, "equal", cpu == gpu)
+    for device in (setup.device, "CPU"):
+        with Engine.open(DEFAULT_MODEL, device=device, max_ctx=2048, spec="off") as engine:
+            asked = [engine.tokenize(prompt) for prompt in prompts]
+            ids[device] = [list(engine.generate(tokens, max_tokens=128).tokens) for tokens in asked]
+            if device == "CPU":
+                for i, (gpu, cpu) in enumerate(zip(ids[setup.device], ids["CPU"], strict=True)):
+                    same = n_equal(cpu, gpu)
+                    gap = 0.0 if cpu == gpu else gap_after(engine, asked[i] + cpu[:same])
+                    found = (
+                        "equal" if cpu == gpu else f"equal for {same} of {len(cpu)}, then a gap of {gap:.3f}"
+                    )
+                    report.check(f"prompt {i}", found, f"equal up to a gap of {NEAR_TIE}", gap <= NEAR_TIE)
     report.details["tokens"] = ids
+
+
+def gap_after(engine: Engine, tokens: list[int]) -> float:
+    """How far the best logit behind `tokens` lies above the second."""
+    second, best = np.sort(engine.logits(tokens)[-1])[-2:]
+    return float(best - second)
 
 
 def rates(report: Report, setup: Setup) -> None:

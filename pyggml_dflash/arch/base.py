@@ -6,9 +6,11 @@ copies state walks it, so none of them can forget a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
 
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
@@ -26,14 +28,15 @@ Tap = Callable[[str, Tensor], None]
 class StateTensor:
     """One tensor of a slot: `shape` is one slot's, in ggml's order; slots are stacked behind it.
 
-    A tensor that `grows` holds one row of `shape[0]` elements per position; the others are recurrent:
-    they have one value for the whole past and start as zeros.
+    A tensor that `grows` holds one row of `shape[0]` elements per `positions_per_row` positions; the
+    others are recurrent: they have one value for the whole past and start as zeros.
     """
 
     name: str
     type: ElementType
     shape: tuple[int, ...]
     grows: bool
+    positions_per_row: int = 1
 
     @property
     def n_bytes(self) -> int:
@@ -103,6 +106,7 @@ class Step:
     mask: Tensor
     flash_attn: bool
     tap: Tap | None = None  # called with named intermediate tensors, to look inside a forward
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the architecture's own inputs, flat
     record: Record | None = None  # where verify forwards and captures write
     capture: Capture | None = None  # what the key's `capture` asks for
 
@@ -149,6 +153,36 @@ class Commit:
     n_keep: int  # its first rows that stay
 
 
+InputSizes = Mapping[str, tuple[ElementType, int]]  # by name: element type, number of elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedRows:
+    """The rows of a forward, for what is computed on the host: `tokens` stand at `n_past` and behind.
+
+    `before` are the newest tokens in front of them, oldest first, up to `state.slot.RECENT_TOKENS`.
+    """
+
+    key: GraphKey
+    tokens: Sequence[int]
+    before: Sequence[int]
+    n_past: int
+    n_ctx: int  # cache rows of a slot
+
+
+class Feeder(Protocol):
+    """Computes on the host what a model's forwards read beyond tokens, positions, rows and mask."""
+
+    def fill(self, arrays: Mapping[str, npt.NDArray[Any]], rows: FedRows) -> Mapping[str, int]:
+        """Write the extra inputs of a forward into flat arrays; by name, how many elements were written."""
+
+    def expect(self, tokens: Sequence[int], before: Sequence[int]) -> None:
+        """The next `fill` will likely be for these tokens: begin now what takes long, and return."""
+
+    def close(self) -> None:
+        """End what was begun and free everything."""
+
+
 class Architecture(Protocol):
     """One family of models. Stateless; one instance serves every model of the family."""
 
@@ -177,6 +211,12 @@ class Architecture(Protocol):
 
         Returns the logits F32 [n_vocab, rows], or None for output 'none'.
         """
+
+    def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:
+        """Inputs of its own that forwards of up to `max_rows` rows and `max_kv` cache rows read."""
+
+    def feeder(self, config: ModelConfig, weights: LoadedWeights) -> Feeder | None:
+        """What fills these inputs; None if there are none. The caller closes it, before the weights."""
 
     def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
         """What forwards of up to `width` rows record instead of committing the recurrent state."""

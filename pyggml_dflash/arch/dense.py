@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyggml_dflash.arch.base import Commit, Record, State, StateLayout, StateTensor, StateUpdate, Step
+from pyggml_dflash.arch.base import (
+    Commit,
+    Feeder,
+    InputSizes,
+    Record,
+    State,
+    StateLayout,
+    StateTensor,
+    StateUpdate,
+    Step,
+)
 from pyggml_dflash.arch.blocks import (
     KVView,
     attend,
@@ -143,6 +153,14 @@ class DenseArchitecture:
             feed=lambda w, x: feed_forward(g, w, x),
             feed_norm="ffn_norm",
         )
+
+    def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:
+        """None."""
+        return {}
+
+    def feeder(self, config: ModelConfig, weights: LoadedWeights) -> Feeder | None:
+        """Nothing to fill."""
+        return None
 
     def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
         """Nothing: rows of the cache behind `n_past` are written again."""

@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from pyggml_dflash.arch.base import Commit, Record, State, StateLayout, StateTensor, StateUpdate, Step
+from pyggml_dflash.arch.base import (
+    Commit,
+    Feeder,
+    InputSizes,
+    Record,
+    State,
+    StateLayout,
+    StateTensor,
+    StateUpdate,
+    Step,
+)
 from pyggml_dflash.arch.blocks import (
     KVView,
     attend,
@@ -271,6 +281,14 @@ class Qwen35Architecture:
             assert step.record is not None
             record_rows(g, step.record, layer, rows, scan, step.key)
         return w.linear(g, "ssm_out", gate_delta(g, w, scan, w.linear(g, "attn_gate", x), eps))
+
+    def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:
+        """None."""
+        return {}
+
+    def feeder(self, config: ModelConfig, weights: LoadedWeights) -> Feeder | None:
+        """Nothing to fill."""
+        return None
 
     def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
         """Windows and states after every row, or the rows that the recurrences were fed with."""

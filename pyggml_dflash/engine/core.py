@@ -54,14 +54,19 @@ class EngineCore:
         """Room for sequences."""
         return self._slots.slots
 
-    def prefill(self, slot: Slot, tokens: Sequence[int], *, last: bool) -> Logits | None:
-        """Run one chunk of a prompt and commit it; logits of its last row if it is the `last` chunk."""
+    def prefill(
+        self, slot: Slot, tokens: Sequence[int], *, last: bool, ahead: Sequence[int] = ()
+    ) -> Logits | None:
+        """Run one chunk of a prompt and commit it; logits of its last row if it is the `last` chunk.
+
+        `ahead`: the next chunk, for what the host can prepare while this one runs.
+        """
         self._check_thread()
         drafter = self._drafter
         if drafter is not None and slot.n_past == 0:
             drafter.begin()
         output: OutputKind = "last" if last else "none"
-        logits = self._forwards.prefill(slot, tokens, output, capture=drafter is not None)
+        logits = self._forwards.prefill(slot, tokens, output, capture=drafter is not None, ahead=ahead)
         if drafter is not None:
             drafter.observe(tokens, slot.n_past)
         slot.commit(len(tokens))
@@ -118,7 +123,8 @@ class EngineCore:
             if cancelled():
                 raise Cancelled("the call was cancelled")
             part = tokens[start : start + n_rows]
-            rows = self._forwards.prefill(slot, part, "all")
+            following = tokens[start + n_rows : start + 2 * n_rows]
+            rows = self._forwards.prefill(slot, part, "all", ahead=following)
             assert rows is not None
             slot.commit(len(part))
             yield start, rows

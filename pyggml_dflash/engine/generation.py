@@ -100,7 +100,8 @@ class Generation:
             if caller.cancelled:
                 return None
             stop = min(n, start + chunk)
-            logits = core.prefill(slot, tokens[start:stop], last=stop == n)
+            ahead = tokens[stop : stop + chunk]
+            logits = core.prefill(slot, tokens[start:stop], last=stop == n, ahead=ahead)
             if caller.progress is not None:
                 caller.progress(Progress(phase="prefill", done=stop, total=n))
         return logits

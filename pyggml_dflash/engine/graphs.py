@@ -23,6 +23,7 @@ from pyggml_dflash.arch.base import (
     Architecture,
     Capture,
     Commit,
+    FedRows,
     GraphKey,
     OutputKind,
     StateTensor,
@@ -41,7 +42,7 @@ from pyggml_dflash.ggml.placement import can_run, check_supported
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights
-from pyggml_dflash.state.slot import Slot, SlotTable
+from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 
 KEPT_GRAPHS: Final = 24  # of every kind together; the least recently used goes first
 
@@ -146,6 +147,9 @@ class Forwards:
         self.record: dict[str, Tensor] = {}
         max_width = 1 if recording is None else recording.max_width
         with ExitStack() as stack:
+            self.feeder = model.architecture.feeder(model.config, model.weights)
+            if self.feeder is not None:
+                stack.callback(self.feeder.close)
             self.gather = None
             if host is not None:
                 self.gather = RowGather(host, ledger, model.weights, max(chunk, max_width))
@@ -166,6 +170,7 @@ class Forwards:
         inputs = Inputs(
             self._backend,
             self._ledger,
+            self.model.architecture,
             self.model.config,
             max_rows=max_rows,
             max_kv=self.n_ctx,
@@ -190,16 +195,19 @@ class Forwards:
         output: OutputKind,
         *,
         capture: bool = False,
+        ahead: Sequence[int] = (),
     ) -> Logits | None:
         """Run up to `chunk` prompt tokens behind what the slot has.
 
         Returns logits F32 [rows, n_vocab] of the last row or of all, or None for output 'none'. The
-        array is a copy.
+        array is a copy. `ahead`: the tokens of the next chunk, for what the host can prepare meanwhile.
         """
         n, n_past = len(tokens), slot.n_past
         key = GraphKey(n_tokens=n, n_kv=bucketed(n_past + n), slot=slot.id, output=output, capture=capture)
         self._fill(self._many, slot, tokens, key)
         graph = place(self._backend, *self._build(key, self._many), self._prefill)
+        if self.feeder is not None and ahead:
+            self.feeder.expect(ahead, (*slot.recent, *tokens)[-RECENT_TOKENS:])
         try:
             results = graph.run()
             return None if output == "none" else np.array(results[0], np.float32)
@@ -214,6 +222,7 @@ class Forwards:
         graph = self._cache.get(key, lambda: self._build(key, self._one))
         x = token if self.gather is None else self.gather.gather((token,))[0]
         self._one.fill_one(x, slot.id, n_past, self.n_ctx)
+        self._feed(self._one, slot, (token,), key)
         logits: Logits = graph.run()[0][0]
         return logits
 
@@ -247,6 +256,15 @@ class Forwards:
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
         inputs.fill(x, key.n_tokens, slot.id, slot.n_past, self.n_ctx)
         inputs.fill_mask(key.n_tokens, slot.n_past, key.n_kv)
+        self._feed(inputs, slot, tokens, key)
+
+    def _feed(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
+        slot.offer(tokens)
+        if self.feeder is None:
+            return
+        assert len(slot.recent) == min(slot.n_past, RECENT_TOKENS), "the slot does not know its newest tokens"
+        rows = FedRows(key=key, tokens=tokens, before=slot.recent, n_past=slot.n_past, n_ctx=self.n_ctx)
+        inputs.feed(self.feeder, rows)
 
     def _build(self, key: GraphKey, inputs: Inputs) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         state = self._slots.tensors
@@ -281,7 +299,7 @@ def record_layout(model: Model, recording: Recording, max_rows: int) -> tuple[St
         shape = (config.n_embd * len(capture.layers), max_rows)
         found.append(StateTensor(name="features", type=ElementType.F32, shape=shape, grows=False))
     if capture.hidden:
-        shape = (config.n_embd, max_rows + 1)  # row 0 is the one before the forward
+        shape = (config.hidden_width, max_rows + 1)  # row 0 is the one before the forward
         found.append(StateTensor(name="hidden", type=ElementType.F32, shape=shape, grows=False))
     return tuple(found)
 

@@ -1,4 +1,5 @@
-"""What goes into a forward: tokens or embedding rows, positions, cache rows and the mask. Layer 6."""
+"""What goes into a forward: tokens or embedding rows, positions, cache rows, the mask, and what an
+architecture asks for beyond these. Layer 6."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.arch.base import Capture, GraphKey, Record, Step, Tap
+from pyggml_dflash.arch.base import Architecture, Capture, FedRows, Feeder, GraphKey, Record, Step, Tap
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.graph import GraphAllocator, InputArena, StepGraph
@@ -71,6 +72,7 @@ class Inputs:
         self,
         backend: Backend,
         ledger: Ledger,
+        architecture: Architecture,
         config: ModelConfig,
         *,
         max_rows: int,
@@ -78,6 +80,7 @@ class Inputs:
         embedded: bool,
     ) -> None:
         n_first = max_rows * config.n_embd if embedded else max_rows
+        extra = architecture.extra_inputs(config, max_rows, max_kv)
         self._arena = InputArena(
             backend,
             ledger,
@@ -87,10 +90,13 @@ class Inputs:
                 "positions": (ElementType.I32, max_rows),
                 "rows": (ElementType.I64, max_rows),
                 "mask": (ElementType.F16, max_rows * max_kv),
+                **extra,
             },
         )
         self.x, self.positions = self._arena["x"], self._arena["positions"]
         self.rows, self.mask = self._arena["rows"], self._arena["mask"]
+        self._extra = {name: self._arena[name] for name in extra}
+        self._extra_arrays = {name: x.array for name, x in self._extra.items()}
         self.mask.array[:] = -np.inf
         self._triangle = np.triu(np.full((max_rows, max_rows), -np.inf, np.float16), 1)
         self._n_embd, self._embedded = config.n_embd, embedded
@@ -117,6 +123,7 @@ class Inputs:
             mask=g.view(self.mask.tensor, (key.n_kv, n), (2 * key.n_kv,), 0),
             flash_attn=flash_attn,
             tap=tap,
+            extra={name: x.tensor for name, x in self._extra.items()},
             record=record,
             capture=capture,
         )
@@ -161,6 +168,11 @@ class Inputs:
         mask[:, n_past : n_past + n] = self._triangle[:n, :n]
         mask[:, n_past + n :] = -np.inf
         self.mask.upload(0, n * n_kv)
+
+    def feed(self, feeder: Feeder, rows: FedRows) -> None:
+        """Have the extra inputs of a forward computed and written."""
+        for name, n in feeder.fill(self._extra_arrays, rows).items():
+            self._extra[name].upload(0, n)
 
     def close(self) -> None:
         """Free the tensors."""

@@ -221,7 +221,15 @@ def choose_flash_attn(
     if options.flash_attn == "off":
         return False
     config = model.config
-    inputs = Inputs(backend, ledger, config, max_rows=1, max_kv=BUCKET, embedded=not backend.is_host)
+    inputs = Inputs(
+        backend,
+        ledger,
+        model.architecture,
+        config,
+        max_rows=1,
+        max_kv=BUCKET,
+        embedded=not backend.is_host,
+    )
     try:
         key = GraphKey(n_tokens=1, n_kv=BUCKET, slot=0, output="last")
         builder, _ = build_forward(backend, model, slots.tensors, inputs, key)

@@ -95,6 +95,11 @@ class ModelConfig:
         return tuple(i for i, recurrent in enumerate(self.recurrent) if not recurrent)
 
     @property
+    def hidden_width(self) -> int:
+        """Width of the rows that an MTP block reads of the trunk."""
+        return self.n_embd
+
+    @property
     def kv_dim(self) -> int:
         """Width of one row of keys (or of values)."""
         return self.head_dim * self.n_head_kv

@@ -6,7 +6,9 @@ when a forward has completed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Final
 
 from pyggml_dflash.arch.base import StateLayout
 from pyggml_dflash.ggml.arena import TensorArena, zero
@@ -14,24 +16,34 @@ from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.tensor import Tensor
 
+RECENT_TOKENS: Final = 8  # more than any n-gram that a model hashes
+
 
 class Slot:
-    """One sequence: `n_past` tokens are committed to its state."""
+    """One sequence: `n_past` tokens are committed to its state, the newest of them are `recent`."""
 
-    __slots__ = ("_table", "id", "n_past")
+    __slots__ = ("_offered", "_table", "id", "n_past", "recent")
 
     def __init__(self, table: SlotTable, id: int) -> None:
         self._table, self.id, self.n_past = table, id, 0
+        self.recent: tuple[int, ...] = ()
+        self._offered: Sequence[int] = ()
 
     def reset(self) -> None:
         """Forget the sequence: the next one starts as in a fresh process."""
-        self.n_past = 0
+        self.n_past, self.recent, self._offered = 0, (), ()
         self._table.clear_recurrent(self.id)
 
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Note the tokens of the forward that runs now; `commit` takes the first of them."""
+        self._offered = tokens
+
     def commit(self, n_tokens: int) -> None:
-        """Count `n_tokens` whose forward has completed."""
+        """Count the first `n_tokens` of the forward that has completed."""
         self.n_past += n_tokens
         assert self.n_past <= self._table.layout.n_ctx
+        newest = self._offered[max(0, n_tokens - RECENT_TOKENS) : n_tokens]
+        self.recent = (*self.recent, *newest)[-RECENT_TOKENS:]
 
 
 class SlotTable:

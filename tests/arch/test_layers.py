@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyggml_dflash.arch.base import GraphKey
+from pyggml_dflash.arch.base import FedRows, GraphKey
 from pyggml_dflash.engine.graphs import BUCKET, Inputs
 from pyggml_dflash.ggml.graph import GraphAllocator, StepGraph
 from pyggml_dflash.ggml.ops import GraphBuilder, Supports
@@ -32,10 +32,21 @@ def look_inside(parts: Parts, tokens: list[int], supports: Supports | None = Non
     key = GraphKey(n_tokens=n, n_kv=BUCKET, slot=0, output="all")
     shown: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        inputs = Inputs(parts.backend, parts.ledger, model.config, max_rows=n, max_kv=BUCKET, embedded=False)
+        inputs = Inputs(
+            parts.backend,
+            parts.ledger,
+            model.architecture,
+            model.config,
+            max_rows=n,
+            max_kv=BUCKET,
+            embedded=False,
+        )
         stack.callback(inputs.close)
-        inputs.fill(tokens, n, 0, 0, parts.forwards.n_ctx)
+        n_ctx, feeder = parts.forwards.n_ctx, parts.forwards.feeder
+        inputs.fill(tokens, n, 0, 0, n_ctx)
         inputs.fill_mask(n, 0, BUCKET)
+        if feeder is not None:
+            inputs.feed(feeder, FedRows(key=key, tokens=tokens, before=(), n_past=0, n_ctx=n_ctx))
         builder = GraphBuilder(model.architecture.max_nodes(model.config), supports)
         stack.callback(builder.close)
 

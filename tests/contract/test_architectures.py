@@ -192,7 +192,15 @@ def test_a_forward_stays_below_the_bound_on_its_operations(
 ) -> None:
     with assembled(on_the_cpu(model, flash_attn=flash_attn)) as parts:
         config, bound = parts.model.config, parts.model.architecture.max_nodes(parts.model.config)
-        inputs = Inputs(parts.backend, parts.ledger, config, max_rows=n_tokens, max_kv=BUCKET, embedded=False)
+        inputs = Inputs(
+            parts.backend,
+            parts.ledger,
+            parts.model.architecture,
+            config,
+            max_rows=n_tokens,
+            max_kv=BUCKET,
+            embedded=False,
+        )
         key = GraphKey(n_tokens=n_tokens, n_kv=BUCKET, slot=0, output=output)
         builder, _ = build_forward(parts.backend, parts.model, parts.slots.tensors, inputs, key)
         n_nodes = builder.n_nodes

@@ -13,7 +13,7 @@ from pyggml_dflash.ggml.arena import host_view
 from pyggml_dflash.ggml.device import Backend, choose_device
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ledger import Ledger
-from pyggml_dflash.state.slot import SlotTable
+from pyggml_dflash.state.slot import RECENT_TOKENS, SlotTable
 from tests.engine.tiny import QWEN35, prompt
 from tests.reference.opened import assembled, on_the_cpu
 
@@ -114,3 +114,18 @@ def test_a_slot_computes_the_same_beside_others_and_after_a_reset() -> None:
         assert fill(first, 1) == alone
         assert fill(second, 1) == alone
         assert fill(first, 2) == other
+
+
+def test_the_newest_tokens_are_those_committed(table: SlotTable) -> None:
+    slot = table.slots[0]
+    slot.offer([1, 2, 3])
+    slot.commit(2)  # the third was taken back
+    slot.offer([4])
+    slot.offer([5, 6])  # a forward that was never committed leaves nothing
+    slot.commit(1)
+    assert (slot.n_past, slot.recent) == (3, (1, 2, 5))
+    slot.offer(range(10, 20))
+    slot.commit(10)
+    assert slot.recent == tuple(range(20 - RECENT_TOKENS, 20))
+    slot.reset()
+    assert (slot.n_past, slot.recent) == (0, ())

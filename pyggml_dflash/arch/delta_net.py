@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyggml_dflash.arch.base import GraphKey, Record, State
+from pyggml_dflash.arch.base import Commit, GraphKey, Record, State, StateTensor, StateUpdate, Step
 from pyggml_dflash.arch.blocks import norm
+from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import DeltaNetConfig, ModelConfig
-from pyggml_dflash.model.weights import BlockWeights
+from pyggml_dflash.model.weights import BlockWeights, LoadedWeights, TensorSpec, matrix, vector
 
 
 def unit_rows(g: GraphBuilder, x: Tensor, eps: float) -> Tensor:
@@ -104,12 +105,29 @@ def delta_scan(
     return DeltaScan(window, out, net, n_tokens)
 
 
-def gate_delta(g: GraphBuilder, w: BlockWeights, scan: DeltaScan, z: Tensor, eps: float) -> Tensor:
-    """Normalise the outputs per head and gate them with silu(z): [value_dim, M]."""
+def gate_delta(g: GraphBuilder, w: BlockWeights, scan: DeltaScan, gate: Tensor, eps: float) -> Tensor:
+    """Normalise the outputs per head and multiply them with gate [value_dim, M]: [value_dim, M]."""
     net, n_tokens = scan.net, scan.n_tokens
     rows = norm(g, scan.outputs(g), w["ssm_norm.weight"], eps)
-    gated = g.mul(rows, g.silu(g.reshape(z, net.head_dim, net.n_value_head, n_tokens)))
+    gated = g.mul(rows, g.reshape(gate, net.head_dim, net.n_value_head, n_tokens))
     return g.reshape(gated, net.value_dim, n_tokens)
+
+
+def run_delta(
+    g: GraphBuilder, config: ModelConfig, w: BlockWeights, layer: int, x: Tensor, state: State, step: Step
+) -> DeltaScan:
+    """One layer's recurrence over x [n_embd, M]; the state is committed or recorded as the key says."""
+    net, eps, key = config.delta_net, config.norm_eps, step.key
+    assert net is not None
+    now = slot_state(g, config, state, layer, key.slot)
+    rows = delta_rows(g, w, x)
+    scan = delta_scan(g, w, rows, now, net, eps, key.n_tokens if key.update == "snapshots" else 1)
+    if key.update == "commit":
+        scan.commit(g, now)
+    else:
+        assert step.record is not None
+        record_rows(g, step.record, layer, rows, scan, key)
+    return scan
 
 
 def record_rows(
@@ -139,6 +157,85 @@ def recorded_rows(g: GraphBuilder, record: Record, layer: int, n: int) -> DeltaR
         return g.view(x, (x.shape[0], n), (x.strides[1],), 0)
 
     return DeltaRows(first("mixed"), first("decay"), first("beta"))
+
+
+def delta_record(config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
+    """Windows and states after every row, or the rows that the recurrences were fed with."""
+    net, found = config.delta_net, []
+    assert net is not None
+    shapes: dict[str, tuple[int, ...]] = {
+        "window": (net.n_taps - 1 + width, net.conv_dim),
+        "memories": (net.head_dim * net.value_dim, width),
+    }
+    if update == "replay":
+        gate = (net.n_value_head, width)
+        shapes = {"mixed": (net.conv_dim, width), "decay": gate, "beta": gate}
+    for i, recurrent in enumerate(config.recurrent):
+        if recurrent:
+            found += [
+                StateTensor(name=f"blk.{i}.{name}", type=ElementType.F32, shape=shape, grows=False)
+                for name, shape in shapes.items()
+            ]
+    return tuple(found)
+
+
+def commit_delta(
+    g: GraphBuilder,
+    config: ModelConfig,
+    weights: LoadedWeights,
+    state: State,
+    record: Record,
+    commit: Commit,
+) -> None:
+    """Copy the state after `n_keep` rows, or run the recurrences again over those rows."""
+    net = config.delta_net
+    assert net is not None
+    for i, recurrent in enumerate(config.recurrent):
+        if not recurrent:
+            continue
+        now = slot_state(g, config, state, i, commit.slot)
+        if commit.update == "replay":
+            rows = recorded_rows(g, record, i, commit.n_keep)
+            delta_scan(g, weights.block(i), rows, now, net, config.norm_eps).commit(g, now)
+            continue
+        window, memories = record[f"blk.{i}.window"], record[f"blk.{i}.memories"]
+        row = 4 * (net.n_taps - 1 + commit.width)
+        kept = g.view(window, (net.n_taps - 1, net.conv_dim), (row,), 4 * commit.n_keep)
+        g.expand(g.copy(kept, now.conv))
+        size = memories.shape[0]
+        newest = g.view(memories, (size,), (), 4 * size * (commit.width - commit.n_keep))
+        g.expand(g.copy(newest, now.memory))
+
+
+def delta_specs(prefix: str, config: ModelConfig) -> list[TensorSpec]:
+    """The tensors of one delta net."""
+    net, n_embd = config.delta_net, config.n_embd
+    assert net is not None
+    return [
+        *matrix(f"{prefix}attn_qkv.weight", n_embd, net.conv_dim),
+        *matrix(f"{prefix}attn_gate.weight", n_embd, net.value_dim),
+        TensorSpec(f"{prefix}ssm_conv1d.weight", (net.n_taps, net.conv_dim), "vector"),
+        vector(f"{prefix}ssm_dt.bias", net.n_value_head),
+        vector(f"{prefix}ssm_a", net.n_value_head),
+        *matrix(f"{prefix}ssm_alpha.weight", n_embd, net.n_value_head),
+        *matrix(f"{prefix}ssm_beta.weight", n_embd, net.n_value_head),
+        vector(f"{prefix}ssm_norm.weight", net.head_dim),
+        *matrix(f"{prefix}ssm_out.weight", net.value_dim, n_embd),
+    ]
+
+
+def delta_state(config: ModelConfig) -> list[StateTensor]:
+    """Convolution window and memory of every delta net, in F32."""
+    net, found = config.delta_net, []
+    assert net is not None
+    window, memory = (net.n_taps - 1, net.conv_dim), (net.head_dim, net.head_dim, net.n_value_head)
+    for i, recurrent in enumerate(config.recurrent):
+        if recurrent:
+            found += [
+                StateTensor(name=f"blk.{i}.conv", type=ElementType.F32, shape=window, grows=False),
+                StateTensor(name=f"blk.{i}.memory", type=ElementType.F32, shape=memory, grows=False),
+            ]
+    return found
 
 
 def slot_state(g: GraphBuilder, config: ModelConfig, state: State, layer: int, slot: int) -> DeltaState:

@@ -32,12 +32,12 @@ from pyggml_dflash.arch.blocks import (
     rope_params,
 )
 from pyggml_dflash.arch.delta_net import (
-    delta_rows,
-    delta_scan,
+    commit_delta,
+    delta_record,
+    delta_specs,
+    delta_state,
     gate_delta,
-    record_rows,
-    recorded_rows,
-    slot_state,
+    run_delta,
 )
 from pyggml_dflash.arch.dense import ffn_specs, kv_tensors, outer_specs, qkv_specs
 from pyggml_dflash.ggml.element import ElementType
@@ -97,6 +97,50 @@ def moe_config(r: ConfigReader) -> MoeConfig:
     )
 
 
+def check_sections(r: ConfigReader) -> None:
+    """Positions of text are the same in every rotary section, so sections only have to make sense."""
+    key = r.key("rope.dimension_sections")
+    if key in r.file.metadata:
+        sections = r.file.get_ints(key)
+        r.demand(
+            len(sections) in (3, 4) and sum(sections) > 0,
+            f"{key} is {list(sections)}; expected 3 or 4 counts",
+        )
+
+
+def attention_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+    """The tensors of gated attention."""
+    return [
+        *qkv_specs(file, prefix, config, 2 * config.head_dim),
+        *(vector(f"{prefix}attn_{x}_norm.weight", config.head_dim) for x in "qk"),
+        *matrix(f"{prefix}attn_output.weight", config.head_dim * config.n_head, config.n_embd),
+    ]
+
+
+def expert_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+    """The tensors of a feed-forward part with experts."""
+    moe, n_embd = config.moe, config.n_embd
+    assert moe is not None
+    n, ff = moe.n_expert, moe.ff_dim
+    specs = [*matrix(f"{prefix}ffn_gate_inp.weight", n_embd, n)]
+    if f"{prefix}ffn_gate_up_exps.weight" in file.tensors:
+        specs.append(TensorSpec(f"{prefix}ffn_gate_up_exps.weight", (n_embd, 2 * ff, n), "experts"))
+    else:
+        specs += [
+            TensorSpec(f"{prefix}ffn_{x}_exps.weight", (n_embd, ff, n), "experts") for x in ("gate", "up")
+        ]
+    specs.append(TensorSpec(f"{prefix}ffn_down_exps.weight", (ff, n_embd, n), "experts"))
+    if moe.shared_ff_dim:
+        shared = moe.shared_ff_dim
+        specs += [
+            TensorSpec(f"{prefix}ffn_gate_inp_shexp.weight", (n_embd, 1), "matmul"),
+            *matrix(f"{prefix}ffn_gate_shexp.weight", n_embd, shared),
+            *matrix(f"{prefix}ffn_up_shexp.weight", n_embd, shared),
+            *matrix(f"{prefix}ffn_down_shexp.weight", shared, n_embd),
+        ]
+    return specs
+
+
 @dataclass(frozen=True, slots=True)
 class Qwen35Architecture:
     """Hybrid decoder of gated delta nets and gated attention."""
@@ -114,7 +158,7 @@ class Qwen35Architecture:
             raise r.unsupported(
                 "this file holds only an MTP block; it goes beside its target, not in its place"
             )
-        self._check_sections(r)
+        check_sections(r)
         moe = moe_config(r) if name == "qwen35moe" else None
         return ModelConfig(
             architecture=name,
@@ -135,104 +179,34 @@ class Qwen35Architecture:
             moe=moe,
         )
 
-    @staticmethod
-    def _check_sections(r: ConfigReader) -> None:
-        """Positions of text are the same in every section, so sections only have to make sense."""
-        key = r.key("rope.dimension_sections")
-        if key in r.file.metadata:
-            sections = r.file.get_ints(key)
-            r.demand(
-                len(sections) in (3, 4) and sum(sections) > 0,
-                f"{key} is {list(sections)}; expected 3 or 4 counts",
-            )
-
     def tensors(self, config: ModelConfig, file: GgufFile) -> list[TensorSpec]:
         """Every tensor that a forward may use; the MTP block is not among them."""
         specs = outer_specs(config)
         for i in range(config.n_layer):
             prefix = f"blk.{i}."
             if config.recurrent[i]:
-                specs += [*self._mixer_specs(prefix, config), *self._shared_specs(file, prefix, config)]
+                specs += [*delta_specs(prefix, config), *self._shared_specs(file, prefix, config)]
             else:
                 specs += self.attention_layer_tensors(file, prefix, config)
         return specs
 
     def attention_layer_tensors(self, file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
         """Every tensor of one attention layer, its feed-forward part included."""
-        return [*self._attention_specs(file, prefix, config), *self._shared_specs(file, prefix, config)]
+        return [*attention_specs(file, prefix, config), *self._shared_specs(file, prefix, config)]
 
     def _shared_specs(self, file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
         dense = config.moe is None
         return [
             vector(f"{prefix}attn_norm.weight", config.n_embd),
             vector(f"{prefix}post_attention_norm.weight", config.n_embd),
-            *(ffn_specs(file, prefix, config) if dense else self._moe_specs(file, prefix, config)),
+            *(ffn_specs(file, prefix, config) if dense else expert_specs(file, prefix, config)),
         ]
-
-    @staticmethod
-    def _attention_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
-        return [
-            *qkv_specs(file, prefix, config, 2 * config.head_dim),
-            *(vector(f"{prefix}attn_{x}_norm.weight", config.head_dim) for x in "qk"),
-            *matrix(f"{prefix}attn_output.weight", config.head_dim * config.n_head, config.n_embd),
-        ]
-
-    @staticmethod
-    def _mixer_specs(prefix: str, config: ModelConfig) -> list[TensorSpec]:
-        net, n_embd = config.delta_net, config.n_embd
-        assert net is not None
-        return [
-            *matrix(f"{prefix}attn_qkv.weight", n_embd, net.conv_dim),
-            *matrix(f"{prefix}attn_gate.weight", n_embd, net.value_dim),
-            TensorSpec(f"{prefix}ssm_conv1d.weight", (net.n_taps, net.conv_dim), "vector"),
-            vector(f"{prefix}ssm_dt.bias", net.n_value_head),
-            vector(f"{prefix}ssm_a", net.n_value_head),
-            *matrix(f"{prefix}ssm_alpha.weight", n_embd, net.n_value_head),
-            *matrix(f"{prefix}ssm_beta.weight", n_embd, net.n_value_head),
-            vector(f"{prefix}ssm_norm.weight", net.head_dim),
-            *matrix(f"{prefix}ssm_out.weight", net.value_dim, n_embd),
-        ]
-
-    @staticmethod
-    def _moe_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
-        moe, n_embd = config.moe, config.n_embd
-        assert moe is not None
-        n, ff = moe.n_expert, moe.ff_dim
-        specs = [*matrix(f"{prefix}ffn_gate_inp.weight", n_embd, n)]
-        if f"{prefix}ffn_gate_up_exps.weight" in file.tensors:
-            specs.append(TensorSpec(f"{prefix}ffn_gate_up_exps.weight", (n_embd, 2 * ff, n), "experts"))
-        else:
-            specs += [
-                TensorSpec(f"{prefix}ffn_{x}_exps.weight", (n_embd, ff, n), "experts") for x in ("gate", "up")
-            ]
-        specs.append(TensorSpec(f"{prefix}ffn_down_exps.weight", (ff, n_embd, n), "experts"))
-        if moe.shared_ff_dim:
-            shared = moe.shared_ff_dim
-            specs += [
-                TensorSpec(f"{prefix}ffn_gate_inp_shexp.weight", (n_embd, 1), "matmul"),
-                *matrix(f"{prefix}ffn_gate_shexp.weight", n_embd, shared),
-                *matrix(f"{prefix}ffn_up_shexp.weight", n_embd, shared),
-                *matrix(f"{prefix}ffn_down_shexp.weight", shared, n_embd),
-            ]
-        return specs
 
     def state_layout(
         self, config: ModelConfig, n_ctx: int, type_k: ElementType, type_v: ElementType
     ) -> StateLayout:
         """Keys and values of attention layers; convolution window and memory of delta nets, in F32."""
-        net = config.delta_net
-        assert net is not None
-        tensors = kv_tensors(config, n_ctx, type_k, type_v)
-        for i, recurrent in enumerate(config.recurrent):
-            if recurrent:
-                window, memory = (
-                    (net.n_taps - 1, net.conv_dim),
-                    (net.head_dim, net.head_dim, net.n_value_head),
-                )
-                tensors += [
-                    StateTensor(name=f"blk.{i}.conv", type=ElementType.F32, shape=window, grows=False),
-                    StateTensor(name=f"blk.{i}.memory", type=ElementType.F32, shape=memory, grows=False),
-                ]
+        tensors = [*kv_tensors(config, n_ctx, type_k, type_v), *delta_state(config)]
         return StateLayout(n_ctx=n_ctx, tensors=tuple(tensors))
 
     def max_nodes(self, config: ModelConfig) -> int:
@@ -269,18 +243,9 @@ class Qwen35Architecture:
         w = weights.block(layer)
         if not config.recurrent[layer]:
             return w.linear(g, "attn_output", gated_attention(g, config, weights, layer, x, state, step))
-        net = config.delta_net
-        assert net is not None
-        now, eps = slot_state(g, config, state, layer, step.key.slot), config.norm_eps
-        rows = delta_rows(g, w, x)
-        n_states = step.key.n_tokens if step.key.update == "snapshots" else 1
-        scan = delta_scan(g, w, rows, now, net, eps, n_states)
-        if step.key.update == "commit":
-            scan.commit(g, now)
-        else:
-            assert step.record is not None
-            record_rows(g, step.record, layer, rows, scan, step.key)
-        return w.linear(g, "ssm_out", gate_delta(g, w, scan, w.linear(g, "attn_gate", x), eps))
+        scan = run_delta(g, config, w, layer, x, state, step)
+        z = g.silu(w.linear(g, "attn_gate", x))
+        return w.linear(g, "ssm_out", gate_delta(g, w, scan, z, config.norm_eps))
 
     def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:
         """None."""
@@ -292,22 +257,7 @@ class Qwen35Architecture:
 
     def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
         """Windows and states after every row, or the rows that the recurrences were fed with."""
-        net, found = config.delta_net, []
-        assert net is not None
-        shapes: dict[str, tuple[int, ...]] = {
-            "window": (net.n_taps - 1 + width, net.conv_dim),
-            "memories": (net.head_dim * net.value_dim, width),
-        }
-        if update == "replay":
-            gate = (net.n_value_head, width)
-            shapes = {"mixed": (net.conv_dim, width), "decay": gate, "beta": gate}
-        for i, recurrent in enumerate(config.recurrent):
-            if recurrent:
-                found += [
-                    StateTensor(name=f"blk.{i}.{name}", type=ElementType.F32, shape=shape, grows=False)
-                    for name, shape in shapes.items()
-                ]
-        return tuple(found)
+        return delta_record(config, update, width)
 
     def build_commit(
         self,
@@ -319,23 +269,7 @@ class Qwen35Architecture:
         commit: Commit,
     ) -> None:
         """Copy the state after `n_keep` rows, or run the recurrences again over those rows."""
-        net = config.delta_net
-        assert net is not None
-        for i, recurrent in enumerate(config.recurrent):
-            if not recurrent:
-                continue
-            now = slot_state(g, config, state, i, commit.slot)
-            if commit.update == "replay":
-                rows = recorded_rows(g, record, i, commit.n_keep)
-                delta_scan(g, weights.block(i), rows, now, net, config.norm_eps).commit(g, now)
-                continue
-            window, memories = record[f"blk.{i}.window"], record[f"blk.{i}.memories"]
-            row = 4 * (net.n_taps - 1 + commit.width)
-            kept = g.view(window, (net.n_taps - 1, net.conv_dim), (row,), 4 * commit.n_keep)
-            g.expand(g.copy(kept, now.conv))
-            size = memories.shape[0]
-            newest = g.view(memories, (size,), (), 4 * size * (commit.width - commit.n_keep))
-            g.expand(g.copy(newest, now.memory))
+        commit_delta(g, config, weights, state, record, commit)
 
 
 def gated_attention(

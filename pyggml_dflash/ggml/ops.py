@@ -276,6 +276,28 @@ class GraphBuilder:
         assert total is not None
         return self.cont(self.transpose(total))
 
+    def mean_of_gated_streams(self, x: Tensor, gate: Tensor) -> Tensor:
+        """mean over streams of x * sigmoid(gate), both F32 [n, stream, token]: [n, token]."""
+        n, n_stream, n_token, _ = x.shape
+        out = self._new(lib.ggml_dsv4_hc_pre_gated(self._c, x.ptr, gate.ptr, 1.0 / n_stream))
+        if self._supports is None or self._supports(out):
+            return out
+        gated = self.mul(x, self.sigmoid(gate))
+        stream, token = gated.strides[1], gated.strides[2]
+        total = self.view(gated, (n, n_token), (token,), 0)
+        for i in range(1, n_stream):
+            total = self.add(total, self.view(gated, (n, n_token), (token,), i * stream))
+        return self.scale(total, 1.0 / n_stream)
+
+    def add_to_streams(self, streams: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        """streams + x * weights: F32 streams [n, stream, token], x [n, token], weights [stream, token]."""
+        n, n_stream, n_token, _ = streams.shape
+        out = self._new(lib.ggml_dsv4_hc_post(self._c, x.ptr, streams.ptr, weights.ptr, ffi.NULL))
+        if self._supports is None or self._supports(out):
+            return out
+        copies = self.repeat(self.reshape(x, n, 1, n_token), n, n_stream, n_token, 1)
+        return self.add(streams, self.mul(copies, self.reshape(weights, 1, n_stream, n_token)))
+
     def gated_delta_net(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, n_states: int = 1
     ) -> Tensor:

@@ -110,6 +110,18 @@ class GraphBuilder:
         """x limited to [low, high], in place."""
         return self._new(lib.ggml_clamp(self._c, x.ptr, low, high))
 
+    def abs(self, x: Tensor) -> Tensor:
+        """|x|."""
+        return self._new(lib.ggml_abs(self._c, x.ptr))
+
+    def sgn(self, x: Tensor) -> Tensor:
+        """-1, 0 or 1: the sign of x."""
+        return self._new(lib.ggml_sgn(self._c, x.ptr))
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        """Square root."""
+        return self._new(lib.ggml_sqrt(self._c, x.ptr))
+
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""
         return self._new(lib.ggml_silu(self._c, x.ptr))

@@ -185,6 +185,7 @@ struct ggml_tensor *ggml_scale_inplace(struct ggml_context *ctx, struct ggml_ten
 struct ggml_tensor *ggml_scale_bias(struct ggml_context *ctx, struct ggml_tensor *a, float s, float b);
 struct ggml_tensor *ggml_neg(struct ggml_context *ctx, struct ggml_tensor *a);
 struct ggml_tensor *ggml_abs(struct ggml_context *ctx, struct ggml_tensor *a);
+struct ggml_tensor *ggml_sgn(struct ggml_context *ctx, struct ggml_tensor *a);
 struct ggml_tensor *ggml_exp(struct ggml_context *ctx, struct ggml_tensor *a);
 struct ggml_tensor *ggml_expm1(struct ggml_context *ctx, struct ggml_tensor *a);
 struct ggml_tensor *ggml_log(struct ggml_context *ctx, struct ggml_tensor *a);

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pyggml_dflash.errors import DamagedFileError, EngineClosed, ModelFileError, UsageError
 from pyggml_dflash.ggml.gguf_part import Part, TensorInfo
 from pyggml_dflash.ggml.gguf_values import MetaValue, Strings, TypedMetadata, quote
+from pyggml_dflash.ggml.mapped_rows import MappedRows
 
 __all__ = ["GgufFile", "MetaValue", "Strings", "TensorInfo"]
 
@@ -86,6 +87,12 @@ class GgufFile(TypedMetadata):
         length = (tensor.offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
         if length > 0 and self._maps and hasattr(mmap, "MADV_DONTNEED"):
             self._maps[tensor.part].madvise(mmap.MADV_DONTNEED, start, length)
+
+    def rows(self, tensor: TensorInfo) -> MappedRows:
+        """The rows of a matrix that is read here and there, never as a whole; also outlives the file."""
+        if not self._maps:
+            raise EngineClosed(f"file {self.path}")
+        return MappedRows(self._maps[tensor.part], tensor)
 
     def close(self) -> None:
         """Let go of the mappings; each is unmapped with the last view of it. May be called twice."""

@@ -102,16 +102,28 @@ class KVView:
         return self._read(g, self.v, step)
 
 
-def attend(g: GraphBuilder, q: Tensor, cache: KVView, step: Step, scale: float) -> Tensor:
-    """Attention of q [head_dim, head, M] over the cache: [head_dim * head, M]."""
+def attend(
+    g: GraphBuilder,
+    q: Tensor,
+    cache: KVView,
+    step: Step,
+    scale: float,
+    mask: Tensor | None = None,
+    max_visible: int = 0,
+) -> Tensor:
+    """Attention of q [head_dim, head, M] over the cache: [head_dim * head, M].
+
+    `mask` stands for the step's own, and leaves at most `max_visible` cache rows to a row (0: unknown).
+    """
     head_dim, n_head, n_tokens, _ = q.shape
     q = g.permute(q, 0, 2, 1, 3)  # [head_dim, M, head]
     keys, values = cache.keys(g, step), cache.values(g, step)
+    mask = step.mask if mask is None else mask
     if step.flash_attn:
-        out = g.flash_attn(q, keys, values, step.mask, scale)
+        out = g.flash_attn(q, keys, values, mask, scale, max_visible)
         return g.reshape(out, head_dim * n_head, n_tokens)
     scores = g.accumulate_f32(g.mul_mat(keys, q))  # [n_kv, M, head]
-    weights = g.soft_max(scores, step.mask, scale)
+    weights = g.soft_max(scores, mask, scale)
     values = g.cont(g.transpose(values))  # [n_kv, head_dim, head_kv]
     out = g.permute(g.mul_mat(values, weights), 0, 2, 1, 3)
     return g.cont_2d(out, head_dim * n_head, n_tokens)

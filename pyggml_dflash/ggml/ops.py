@@ -122,6 +122,10 @@ class GraphBuilder:
         """Square root."""
         return self._new(lib.ggml_sqrt(self._c, x.ptr))
 
+    def relu(self, x: Tensor) -> Tensor:
+        """max(x, 0)."""
+        return self._new(lib.ggml_relu(self._c, x.ptr))
+
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""
         return self._new(lib.ggml_silu(self._c, x.ptr))
@@ -163,14 +167,19 @@ class GraphBuilder:
 
     def best_k(self, x: Tensor, k: int) -> Tensor:
         """I32 [k, rows]: indices of the k largest of each row, in no order."""
-        return self._new(lib.ggml_top_k(self._c, x.ptr, k))
+        out = self._new(lib.ggml_top_k(self._c, x.ptr, k))
+        return out if self._supports is None or self._supports(out) else self.top_k(x, k)
 
     def get_rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """F32 rows of `table` [n, rows] at I32 `ids`."""
         return self._new(lib.ggml_get_rows(self._c, table.ptr, ids.ptr))
 
     def set_rows(self, table: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Write F32 `rows` into `table` at I64 `ids`, converting to its type."""
+        """Write F32 `rows` into `table` at I64 or I32 `ids`, converting to its type.
+
+        Tables may be stacked: table [n, rows, more], rows [n, k, more], ids [k, more]. Ids of one table
+        are distinct.
+        """
         return self._new(lib.ggml_set_rows(self._c, table.ptr, rows.ptr, ids.ptr))
 
     # matrices
@@ -219,6 +228,14 @@ class GraphBuilder:
         """A contiguous copy."""
         return self._new(lib.ggml_cont(self._c, x.ptr))
 
+    def fill(self, like: Tensor, value: float) -> Tensor:
+        """A new tensor of the shape and type of `like`, contiguous F32 or F16, with one value everywhere."""
+        return self._new(lib.ggml_fill(self._c, like.ptr, value))
+
+    def count(self, n: int) -> Tensor:
+        """F32 [n]: 0, 1, 2, ..."""
+        return self._new(lib.ggml_arange(self._c, 0.0, float(n), 1.0))
+
     def cont_2d(self, x: Tensor, n0: int, n1: int) -> Tensor:
         """A contiguous copy under the shape [n0, n1]."""
         return self._new(lib.ggml_cont_2d(self._c, x.ptr, n0, n1))
@@ -261,14 +278,47 @@ class GraphBuilder:
         args = (x.ptr, positions.ptr, factors_ptr, r.n_dims, r.mode, r.n_ctx_orig, *scaling)
         return self._new(lib.ggml_rope_ext(self._c, *args))
 
-    def flash_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def flash_attn(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, max_visible: int = 0
+    ) -> Tensor:
         """Fused attention: q [d, token, head], k and v [d, n_kv, head_kv], F16 mask [n_kv, token].
 
-        Result [d, head, token]. Each group of head / head_kv query heads shares a key head.
+        Result [d, head, token]. Each group of head / head_kv query heads shares a key head. With a fourth
+        dimension, of q, k, v and mask [n_kv, token, 1, n], n of them run apart. `max_visible`: the mask
+        leaves at most so many keys to a token, which lets some devices skip the others; 0 if unknown.
         """
         out = lib.ggml_flash_attn_ext(self._c, q.ptr, k.ptr, v.ptr, mask.ptr, scale, 0.0, 0.0)
         lib.ggml_prec_set_acc(out, lib.GGML_PREC_F32)
+        if max_visible:
+            lib.ggml_flash_attn_ext_set_n_kv_max(out, max_visible)
         return self._new(out)
+
+    def lightning_indexer(self, q: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """F32 [n, token]: scale * (sum over heads of max(q . key, 0)) + mask.
+
+        q F32 [d, head, token], contiguous; keys [d, n]; mask F16 [n, token].
+        """
+        d, n_head, n_token, _ = q.shape
+        n, row = keys.shape[1], keys.strides[1]
+        weights = self.fill(self.view(q, (n_head, n_token), (4 * n_head,), 0), scale)
+        k = self.view(keys, (d, 1, n), (row, row), 0)
+        out = self._new(lib.ggml_lightning_indexer(self._c, q.ptr, k.ptr, weights.ptr, mask.ptr))
+        if self._supports is None or self._supports(out):
+            return out
+        if n_token <= 8:  # few rows: one product reads the keys once
+            products = self.relu(
+                self.accumulate_f32(self.mul_mat(keys, self.reshape(q, d, n_head * n_token)))
+            )
+        total: Tensor | None = None
+        for i in range(n_head):
+            if n_token <= 8:
+                term = self.view(products, (n, n_token), (4 * n * n_head,), 4 * n * i)
+            else:  # many rows: head after head, so that the products of one lie in memory at a time
+                head = self.view(q, (d, n_token), (q.strides[2],), q.strides[1] * i)
+                term = self.relu(self.accumulate_f32(self.mul_mat(keys, head)))
+            total = term if total is None else self.add(total, term)
+        assert total is not None
+        return self.add(self.scale(total, scale), self.cast(mask, ElementType.F32))
 
     def ssm_conv(self, x: Tensor, taps: Tensor) -> Tensor:
         """Causal convolution per channel: x [taps - 1 + token, channel], taps [taps, channel].

@@ -1,0 +1,271 @@
+"""Sparse attention of qwen4exp: the indexer's keys, the choice of groups, attention over the chosen. Layer 4.
+
+Every forward stores its raw keys and pools the groups that it completes, whatever its form; `indexer`
+tells what the inputs mean and who may see what. The choice of groups stays on the device. Groups of
+equal score, which are common since scores are rectified, are taken lowest first: the tie-break is too
+small to change the sum of any other score.
+
+Shapes are ggml's, fastest dimension first: d is the indexer's head_dim, M the number of rows of the
+forward, n_pool the number of groups in the cache rows that it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pyggml_dflash.arch.base import GraphKey, State, StateTensor, Step
+from pyggml_dflash.arch.blocks import KVView, attend, norm, project_qkv, rope_params
+from pyggml_dflash.arch.qwen4exp.indexer import AttentionForm, IndexerConfig
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.model.weights import BlockWeights
+
+# Times the group's number, this is taken off its score. Scores of use are above 1e-18, where a float
+# does not notice; 2^24 groups stay below that.
+TIE_BREAK: Final = 1e-30
+
+
+def index_state(
+    layer: int, config: IndexerConfig, n_ctx: int, type_k: ElementType
+) -> tuple[StateTensor, StateTensor]:
+    """What a sparse layer keeps beside keys and values: the ring of raw keys, and a pooled key per group.
+
+    Raw keys are few, so they are F32; pooled keys are F16 unless the cache is F32, since ranks do not
+    survive a quantised key.
+    """
+    d = config.head_dim
+    pooled = ElementType.F32 if type_k == ElementType.F32 else ElementType.F16
+    return (
+        StateTensor(
+            name=f"blk.{layer}.index_raw", type=ElementType.F32, shape=(d, config.n_raw), grows=False
+        ),
+        StateTensor(
+            name=f"blk.{layer}.index_pooled",
+            type=pooled,
+            shape=(d, n_ctx // config.ratio),
+            grows=True,
+            positions_per_row=config.ratio,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedKV:
+    """The cache of a sparse layer, all slots.
+
+    Keys and values, the ring of raw keys F32 [d, n_raw, slot], pooled keys [d, n_ctx / ratio, slot].
+    """
+
+    kv: KVView
+    raw: Tensor
+    pooled: Tensor
+
+    @classmethod
+    def of(cls, state: State, layer: int, config: ModelConfig) -> IndexedKV:
+        """The cache of `layer`."""
+        kv = KVView.of(state, layer, config)
+        return cls(kv, state[f"blk.{layer}.index_raw"], state[f"blk.{layer}.index_pooled"])
+
+    def known_raw(self, g: GraphBuilder, slot: int, new: Tensor) -> Tensor:
+        """[d, n_raw + M]: the slot's ring with the forward's raw keys [d, M] behind it, as of now."""
+        d, n_raw, _, _ = self.raw.shape
+        _, row, stride, _ = self.raw.strides
+        return g.expand(g.concat(g.view(self.raw, (d, n_raw), (row,), slot * stride), new, 1))
+
+    def write_raw(self, g: GraphBuilder, new: Tensor, rows: Tensor) -> None:
+        """Store the last raw keys of [d, M] at `rows`, counted over all slots."""
+        d, n_raw, n_slots, _ = self.raw.shape
+        n_kept, row = rows.shape[0], new.strides[1]
+        kept = g.view(new, (d, n_kept), (row,), (new.shape[1] - n_kept) * row)
+        g.expand(g.set_rows(g.reshape(self.raw, d, n_raw * n_slots), kept, rows))
+
+    def write_pooled(self, g: GraphBuilder, new: Tensor, groups: Tensor) -> None:
+        """Store pooled keys [d, 1, n] at `groups`, counted over all slots."""
+        d, n_groups, n_slots, _ = self.pooled.shape
+        flat = g.expand(g.reshape(self.pooled, d, n_groups * n_slots))
+        rows = g.view(new, (d, groups.shape[0]), (new.strides[2],), 0)
+        g.expand(g.set_rows(flat, rows, groups))
+
+    def pooled_keys(self, g: GraphBuilder, slot: int, n_pool: int) -> Tensor:
+        """[d, n_pool] of a slot."""
+        _, row, stride, _ = self.pooled.strides
+        return g.view(self.pooled, (self.pooled.shape[0], n_pool), (row,), slot * stride)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexStep:
+    """The indexer's inputs of one forward as tensors, made once and shared by its layers."""
+
+    form: AttentionForm
+    raw_rows: Tensor  # I64 [rows of the ring that are written]
+    members: Tensor  # I32 [ratio * n_new]
+    groups: Tensor  # I64 [n_new]
+    positions: Tensor  # I32 [n_new]
+    choice: Choice | None  # unless the form is dense
+
+    @classmethod
+    def of(
+        cls, g: GraphBuilder, inputs: Mapping[str, Tensor], config: IndexerConfig, form: AttentionForm,
+        key: GraphKey,
+    ) -> IndexStep:  # fmt: skip
+        """The flat inputs of `index_inputs` as a graph of this key and form sees them."""
+
+        def first(name: str, n: int) -> Tensor:
+            return g.view(inputs[f"index.{name}"], (n,), (), 0)
+
+        n_new = config.n_new(key.n_tokens)
+        return cls(
+            form=form,
+            raw_rows=first("raw_rows", min(key.n_tokens, config.n_raw)),
+            members=first("members", n_new * config.ratio),
+            groups=first("groups", n_new),
+            positions=first("positions", n_new),
+            choice=None if form == "dense" else Choice.of(g, inputs, config, form, key),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the choice of groups reads: mask F16 [n_pool, M], tie_break F32 [n_pool], and the tails.
+
+    tails I32 [1, M] where the form is masked; gathered: [n_tail, M], with visible F16 [n, 1, 1, M] over
+    the n = ratio * n_gathered cache rows that a row gathers.
+    """
+
+    mask: Tensor
+    tie_break: Tensor
+    tails: Tensor
+    visible: Tensor | None
+
+    @classmethod
+    def of(
+        cls, g: GraphBuilder, inputs: Mapping[str, Tensor], config: IndexerConfig, form: AttentionForm,
+        key: GraphKey,
+    ) -> Choice:  # fmt: skip
+        """The flat inputs as a graph of this key and form sees them."""
+        n_pool, m = key.n_kv // config.ratio, key.n_tokens
+        n_tail, n = (config.n_tail, config.n_gathered * config.ratio) if form == "gathered" else (1, 0)
+        visible = inputs["index.gathered_mask"]
+        return cls(
+            mask=g.view(inputs["index.mask"], (n_pool, m), (2 * n_pool,), 0),
+            tie_break=g.scale(g.count(n_pool), -TIE_BREAK),
+            tails=g.view(inputs["index.tails"], (n_tail, m), (4 * n_tail,), 0),
+            visible=g.view(visible, (n, 1, 1, m), (2 * n, 2 * n, 2 * n), 0) if n else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseLayer:
+    """One sparse attention layer: sizes, weights and cache. Its methods append to a graph."""
+
+    config: ModelConfig
+    indexer: IndexerConfig
+    w: BlockWeights
+    cache: IndexedKV
+
+    def attention(self, g: GraphBuilder, x: Tensor, step: Step, index: IndexStep) -> Tensor:
+        """Attention over the chosen groups and the tail, times sigmoid(gate): [head_dim * head, M].
+
+        x [n_embd, M] feeds attention and indexer alike. The query projection holds, head by head, the
+        query rows and then the gate rows. Writes keys, values, raw and pooled keys.
+        """
+        config, w, d, n_tokens = self.config, self.w, self.config.head_dim, x.shape[1]
+        both, k, v = project_qkv(g, w, x, config, 2 * d)  # [2 * head_dim, head, M]
+        shape, strides = (d, config.n_head, n_tokens), (both.strides[1], both.strides[2])
+        q, gate = g.view(both, shape, strides, 0), g.view(both, shape, strides, 4 * d)
+        q = self._turned(g, q, "attn_q_norm", step.positions)
+        k = self._turned(g, k, "attn_k_norm", step.positions)
+        self.cache.kv.write(g, k, v, step.rows)
+        self.write_keys(g, x, step.key.slot, index)
+        if index.choice is None:
+            out = attend(g, q, self.cache.kv, step, config.attn_scale)
+        else:
+            scores = self.scores(g, x, step, index.choice)
+            chosen = g.best_k(scores, self.indexer.n_chosen)  # [n_chosen, M]
+            step.show("index_scores", scores)
+            step.show("index_chosen", chosen)
+            if index.form == "masked":
+                out = self._attend_masked(g, q, step, scores, chosen, index.choice)
+            else:
+                out = self._attend_gathered(g, q, step, chosen, index.choice)
+        gate = g.cont_2d(gate, d * config.n_head, n_tokens)
+        return g.mul(out, g.sigmoid(gate))
+
+    def write_keys(self, g: GraphBuilder, x: Tensor, slot: int, index: IndexStep) -> None:
+        """Store the raw keys of x [n_embd, M], and the pooled keys of the groups that they complete."""
+        raw = self.w.linear(g, "indexer.k_proj", x)  # [d, M]
+        known = self.cache.known_raw(g, slot, raw)
+        self.cache.write_raw(g, raw, index.raw_rows)
+
+        d, ratio, n_new = self.indexer.head_dim, self.indexer.ratio, index.groups.shape[0]
+        total = g.reshape(g.get_rows(known, index.members), d * ratio, n_new)  # members side by side
+        while total.shape[0] > d:  # halves are added until one key is left
+            half, row = total.shape[0] // 2, total.strides[1]
+            left, right = (g.view(total, (half, n_new), (row,), 4 * half * i) for i in range(2))
+            total = g.add(left, right)
+        mean = g.scale(g.reshape(total, d, 1, n_new), 1.0 / ratio)
+        pooled = self._turned(g, mean, "indexer.k_norm", index.positions)
+        self.cache.write_pooled(g, pooled, index.groups)
+
+    def scores(self, g: GraphBuilder, x: Tensor, step: Step, choice: Choice) -> Tensor:
+        """How much each row of x [n_embd, M] wants each group: F32 [n_pool, M], -inf if it cannot see it."""
+        d = self.indexer.head_dim
+        q = g.reshape(self.w.linear(g, "indexer.q_proj", x), d, self.indexer.n_head, x.shape[1])
+        q = self._turned(g, q, "indexer.q_norm", step.positions)
+        keys = self.cache.pooled_keys(g, step.key.slot, choice.mask.shape[0])
+        return g.add(g.lightning_indexer(q, keys, choice.mask, d**-0.5), choice.tie_break)
+
+    def _turned(self, g: GraphBuilder, x: Tensor, name: str, positions: Tensor) -> Tensor:
+        """x [d, head, n], normalised and rotated."""
+        x = norm(g, x, self.w[f"{name}.weight"], self.config.norm_eps)
+        return g.rope(x, positions, None, rope_params(self.config.rope))
+
+    def _attend_masked(
+        self, g: GraphBuilder, q: Tensor, step: Step, scores: Tensor, chosen: Tensor, choice: Choice
+    ) -> Tensor:
+        """Attention over all cache rows with a mask that leaves the chosen groups and the tail.
+
+        A row that sees fewer groups than it may choose also gets some that it does not see. They lie at
+        or behind its tail, so the causal mask hides them.
+        """
+        n_pool, m = choice.mask.shape[0], choice.mask.shape[1]
+        n, n_chosen = n_pool + 1, chosen.shape[0]  # a full cache has its tail behind the last group
+        zeros = g.fill(g.view(scores, (1, n_chosen, m), (4, 4 * n_chosen), 0), 0.0)
+        taken = g.fill(g.view(step.mask, (1, n, m), (2, 2 * n), 0), float("-inf"))
+        taken = g.set_rows(taken, zeros, chosen)
+        taken = g.set_rows(taken, g.view(zeros, (1, 1, m), (4, 4 * n_chosen), 0), choice.tails)
+        taken = g.view(taken, (1, n_pool, m), (2, 2 * n), 0)
+        mask = g.add(g.reshape(step.mask, self.indexer.ratio, n_pool, m), taken)
+        mask = g.reshape(mask, step.key.n_kv, m)
+        return attend(g, q, self.cache.kv, step, self.config.attn_scale, mask, self.indexer.dense_limit)
+
+    def _attend_gathered(
+        self, g: GraphBuilder, q: Tensor, step: Step, chosen: Tensor, choice: Choice
+    ) -> Tensor:
+        """Attention over copies of the chosen groups and the tail, each row with its own."""
+        config, n_tokens = self.config, q.shape[2]
+        groups = g.reshape(g.concat(chosen, choice.tails, 0), self.indexer.n_gathered * n_tokens)
+        keys, values = (self._gather(g, cache, step, groups) for cache in (self.cache.kv.k, self.cache.kv.v))
+        q = g.reshape(q, config.head_dim, 1, config.n_head, n_tokens)
+        assert choice.visible is not None
+        if step.flash_attn:
+            out = g.flash_attn(q, keys, values, choice.visible, config.attn_scale)
+            return g.reshape(out, config.head_dim * config.n_head, n_tokens)
+        weights = g.accumulate_f32(g.mul_mat(keys, q))  # [row, 1, head, M]
+        weights = g.soft_max(weights, choice.visible, config.attn_scale)
+        out = g.mul_mat(g.cont(g.transpose(values)), weights)  # [head_dim, 1, head, M]
+        return g.reshape(out, config.head_dim * config.n_head, n_tokens)
+
+    def _gather(self, g: GraphBuilder, cache: Tensor, step: Step, groups: Tensor) -> Tensor:
+        """F32 [head_dim, ratio * n_gathered, head_kv, M]: cache rows of I32 `groups` [n_gathered * M]."""
+        width, d, ratio = self.config.kv_dim, self.config.head_dim, self.indexer.ratio
+        _, row, slot, _ = cache.strides
+        shape = (width * ratio, step.key.n_kv // ratio)
+        rows = g.get_rows(g.view(cache, shape, (row * ratio,), step.key.slot * slot), groups)
+        n = ratio * self.indexer.n_gathered  # a group's rows lie side by side
+        strides = (4 * width, 4 * d, 4 * width * n)
+        return g.view(rows, (d, n, self.config.n_head_kv, step.key.n_tokens), strides, 0)

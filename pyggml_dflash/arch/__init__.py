@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pyggml_dflash.arch.base import Architecture
 from pyggml_dflash.arch.dense import LLAMA, QWEN3
+from pyggml_dflash.arch.qwen4exp import Qwen4ExpArchitecture
 from pyggml_dflash.arch.qwen35 import Qwen35Architecture
 from pyggml_dflash.errors import UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
 
 ARCHITECTURES: dict[str, Architecture] = {
-    name: architecture for architecture in (Qwen35Architecture(), QWEN3, LLAMA) for name in architecture.names
+    name: architecture
+    for architecture in (Qwen35Architecture(), Qwen4ExpArchitecture(), QWEN3, LLAMA)
+    for name in architecture.names
 }
 
 

@@ -80,6 +80,7 @@ class GraphKey:
     output: OutputKind
     update: StateUpdate = "commit"
     capture: bool = False  # record what a drafter reads
+    form: str = ""  # which of its forms of a forward the architecture chose; most have one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +211,12 @@ class Architecture(Protocol):
         """Append a forward to the graph, state writes included.
 
         Returns the logits F32 [n_vocab, rows], or None for output 'none'.
+        """
+
+    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int) -> str:
+        """How it builds a forward of `n_tokens` rows behind `n_past`, over `n_kv` cache rows.
+
+        A value of `GraphKey.form`; '' where there is one way only.
         """
 
     def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:

@@ -154,6 +154,10 @@ class DenseArchitecture:
             feed_norm="ffn_norm",
         )
 
+    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int) -> str:
+        """Always the same."""
+        return ""
+
     def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:
         """None."""
         return {}

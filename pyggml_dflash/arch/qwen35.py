@@ -247,6 +247,10 @@ class Qwen35Architecture:
         z = g.silu(w.linear(g, "attn_gate", x))
         return w.linear(g, "ssm_out", gate_delta(g, w, scan, z, config.norm_eps))
 
+    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int) -> str:
+        """Always the same."""
+        return ""
+
     def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:
         """None."""
         return {}

@@ -203,7 +203,15 @@ class Forwards:
         array is a copy. `ahead`: the tokens of the next chunk, for what the host can prepare meanwhile.
         """
         n, n_past = len(tokens), slot.n_past
-        key = GraphKey(n_tokens=n, n_kv=bucketed(n_past + n), slot=slot.id, output=output, capture=capture)
+        n_kv = bucketed(n_past + n)
+        key = GraphKey(
+            n_tokens=n,
+            n_kv=n_kv,
+            slot=slot.id,
+            output=output,
+            capture=capture,
+            form=self._form(n_past, n, n_kv),
+        )
         self._fill(self._many, slot, tokens, key)
         graph = place(self._backend, *self._build(key, self._many), self._prefill)
         if self.feeder is not None and ahead:
@@ -218,7 +226,8 @@ class Forwards:
         """Run one token behind what the slot has: logits F32 [n_vocab], overwritten by the next call."""
         n_past = slot.n_past
         n_kv = (n_past // BUCKET + 1) * BUCKET
-        key = GraphKey(n_tokens=1, n_kv=n_kv, slot=slot.id, output="last", capture=capture)
+        form = self._form(n_past, 1, n_kv)
+        key = GraphKey(n_tokens=1, n_kv=n_kv, slot=slot.id, output="last", capture=capture, form=form)
         graph = self._cache.get(key, lambda: self._build(key, self._one))
         x = token if self.gather is None else self.gather.gather((token,))[0]
         self._one.fill_one(x, slot.id, n_past, self.n_ctx)
@@ -233,13 +242,15 @@ class Forwards:
         """
         assert self.recording is not None
         n, n_past = len(tokens), slot.n_past
+        n_kv = bucketed(n_past + n)
         key = GraphKey(
             n_tokens=n,
-            n_kv=bucketed(n_past + n),
+            n_kv=n_kv,
             slot=slot.id,
             output="all",
             update=self.recording.update,
             capture=True,
+            form=self._form(n_past, n, n_kv),
         )
         graph = self._cache.get(key, lambda: self._build(key, self._few))
         self._fill(self._few, slot, tokens, key)
@@ -251,6 +262,9 @@ class Forwards:
         commit = Commit(slot=slot.id, update=self.recording.update, width=width, n_keep=n_keep)
         if self.model.architecture.record_tensors(self.model.config, commit.update, width):
             self._cache.get(commit, lambda: self._build_commit(commit)).run()
+
+    def _form(self, n_past: int, n_tokens: int, n_kv: int) -> str:
+        return self.model.architecture.form(self.model.config, n_past, n_tokens, n_kv)
 
     def _fill(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)

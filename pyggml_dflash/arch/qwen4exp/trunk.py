@@ -1,0 +1,142 @@
+"""The forward of qwen4exp: the order of its parts, and the state that each leaves behind. Layer 4."""
+
+from __future__ import annotations
+
+from pyggml_dflash.arch.base import GraphKey, State, Step
+from pyggml_dflash.arch.blocks import embed, experts, head, last_row
+from pyggml_dflash.arch.delta_net import gate_delta, run_delta
+from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
+from pyggml_dflash.arch.qwen4exp.indexer import AttentionForm
+from pyggml_dflash.arch.qwen4exp.ple import PleScan, ple, slot_history
+from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, IndexStep, SparseLayer
+from pyggml_dflash.arch.qwen4exp.streams import Mixed, feed_back, mix, mixer_weights, spread
+from pyggml_dflash.arch.qwen35 import gated_attention
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.model.weights import LoadedWeights
+
+NGRAM_ROWS = "ngram.rows"  # input: the rows of the n-gram table, F32 [width, n_tokens]
+
+
+def build_trunk(
+    g: GraphBuilder, config: Qwen4ExpConfig, weights: LoadedWeights, state: State, step: Step
+) -> Tensor | None:
+    """Append a forward; see `Architecture.build`.
+
+    Rows that nothing reads are dropped after the last token mixer.
+    """
+    x = embed(g, weights, step)
+    step.show("h_embed", x)
+    residual = spread(g, config, x)
+    index = index_step(g, config, step)
+    for i in range(config.n_layer):
+        if config.ngram is not None and i == config.ngram.layer:
+            residual = _add_ngrams(g, config, weights, state, step, residual)
+        mixed = mix(g, mixer_weights(weights, f"blk.{i}.hc_attn_"), config, residual)
+        y = _token_mixer(g, config, weights, i, mixed.x, state, step, index)
+        if i == config.n_layer - 1 and not step.needs_all_rows:
+            if step.key.output == "none":
+                return None  # the state is written; nothing reads the rest
+            mixed, y = mixed.only(g, step), last_row(g, y, step)
+        step.show(f"h_mixer{i}", y)
+        residual = layer_end(g, config, weights, i, mixed, y, step)
+    step.capture_hidden(g, g.reshape(residual, config.hidden_width, residual.shape[2]))
+    if step.key.output == "none":
+        return None
+    x = mix(g, mixer_weights(weights, "output_hc_"), config, residual).x
+    step.show("h_final", x)
+    return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
+
+
+def layer_end(
+    g: GraphBuilder,
+    config: Qwen4ExpConfig,
+    weights: LoadedWeights,
+    layer: int,
+    mixed: Mixed,
+    y: Tensor,
+    step: Step,
+) -> Tensor:
+    """What follows the token mixer of a layer, whose output is y [D, M]: the residual behind the layer."""
+    assert config.moe is not None
+    residual = feed_back(g, mixer_weights(weights, f"blk.{layer}.hc_attn_"), mixed, y)
+    w = mixer_weights(weights, f"blk.{layer}.hc_ffn_")
+    mixed = mix(g, w, config, residual)
+    y = experts(g, weights.block(layer), mixed.x, config.moe)
+    step.show(f"h_ffn{layer}", y)
+    residual = feed_back(g, w, mixed, y)
+    step.show(f"h_layer{layer}", g.reshape(residual, config.hidden_width, residual.shape[2]))
+    return residual
+
+
+def _add_ngrams(
+    g: GraphBuilder,
+    config: Qwen4ExpConfig,
+    weights: LoadedWeights,
+    state: State,
+    step: Step,
+    residual: Tensor,
+) -> Tensor:
+    ngram, key = config.ngram, step.key
+    assert ngram is not None
+    flat = step.extra[NGRAM_ROWS]
+    rows = g.view(flat, (ngram.width, key.n_tokens), (4 * ngram.width,), 0)
+    history = slot_history(g, ngram, state, key.slot)
+    scan: PleScan = ple(g, weights.block(ngram.layer), ngram, rows, residual, history, config.norm_eps)
+    if key.update == "commit":
+        scan.commit(g, history)
+    else:
+        assert step.record is not None
+        scan.record(g, ngram, step.record)
+    step.show(f"h_ple{ngram.layer}", g.reshape(scan.increment, config.hidden_width, key.n_tokens))
+    return g.add(residual, scan.increment)
+
+
+def index_step(g: GraphBuilder, config: Qwen4ExpConfig, step: Step) -> IndexStep | None:
+    """The indexer's inputs; None where no layer is sparse."""
+    if not config.has_sparse_layers:
+        return None
+    return IndexStep.of(g, step.extra, config.indexer, form_of(step.key), step.key)
+
+
+def form_of(key: GraphKey) -> AttentionForm:
+    """How the forward of a key attends."""
+    return "masked" if key.form == "masked" else "gathered" if key.form == "gathered" else "dense"
+
+
+def _attention(
+    g: GraphBuilder,
+    config: Qwen4ExpConfig,
+    weights: LoadedWeights,
+    layer: int,
+    x: Tensor,
+    state: State,
+    step: Step,
+    index: IndexStep | None,
+) -> Tensor:
+    """Attention over everything or over what the layer chooses: [head_dim * head, M]."""
+    if config.ratios[layer] == 0:
+        return gated_attention(g, config, weights, layer, x, state, step)
+    assert index is not None
+    cache = IndexedKV.of(state, layer, config)
+    sparse = SparseLayer(config=config, indexer=config.indexer, w=weights.block(layer), cache=cache)
+    return sparse.attention(g, x, step, index)
+
+
+def _token_mixer(
+    g: GraphBuilder,
+    config: Qwen4ExpConfig,
+    weights: LoadedWeights,
+    layer: int,
+    x: Tensor,
+    state: State,
+    step: Step,
+    index: IndexStep | None,
+) -> Tensor:
+    """A delta net or attention over x [D, M]: [D, M]."""
+    w = weights.block(layer)
+    if not config.recurrent[layer]:
+        return w.linear(g, "attn_output", _attention(g, config, weights, layer, x, state, step, index))
+    scan = run_delta(g, config, w, layer, x, state, step)
+    gate = g.sigmoid(w.linear(g, "attn_gate", x))
+    return w.linear(g, "ssm_out", gate_delta(g, w, scan, gate, config.norm_eps))

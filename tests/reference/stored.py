@@ -115,6 +115,8 @@ def _converted(source: GgufFile, kind: Kind) -> GgufWriter:
             writer.add_tensor(tensor.name, values)
         elif kind == "F32" or values.dtype == np.float32 or _stays_single(tensor.name):
             writer.add_tensor(tensor.name, values.astype(np.float32))
+        elif values.shape[-1] % ElementType.Q8_0.block:
+            writer.add_tensor(tensor.name, values)  # rows that blocks do not fit
         else:
             blocks = q8_0_blocks(values.astype(np.float32))
             writer.add_raw(tensor.name, blocks, shape=tensor.shape, element=ElementType.Q8_0)
@@ -122,8 +124,8 @@ def _converted(source: GgufFile, kind: Kind) -> GgufWriter:
 
 
 def _stays_single(name: str) -> bool:
-    """Convolutions and routers are left alone by quantisers."""
-    return name.endswith(("ssm_conv1d.weight", "ffn_gate_inp.weight"))
+    """Convolutions, routers and indexers are left alone by quantisers."""
+    return name.endswith(("ssm_conv1d.weight", "ffn_gate_inp.weight")) or ".indexer." in name
 
 
 def _values(file: GgufFile, tensor: TensorInfo) -> NDArray[Any]:

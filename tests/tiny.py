@@ -48,6 +48,18 @@ class Tiny:
     expert_ff: int = 32
     shared_ff: int = 48  # 0: no shared expert
     weight_scale: float = 0.0
+    n_stream: int = 4  # of the residual
+    low_rank: int = 12
+    index_heads: int = 3
+    index_dim: int = 24
+    budget: int = 32  # tokens that sparse attention chooses
+    ratio: int = 4  # tokens per pooled key; 0: attention is dense
+    ngram_layer: int | None = None  # None: the last one with a delta net
+    n_gram: int = 3
+    ngram_heads: int = 2  # for each length from 2 to n_gram
+    ngram_dim: int = 20  # a row of the table
+    ngram_taps: int = 4
+    ngram_sizes: tuple[int, ...] = (101, 103, 107, 109)
     n_mtp: int = 0
     tied: bool = False
     fused_qkv: bool = False  # in attention layers
@@ -64,13 +76,18 @@ class Tiny:
 
     @property
     def has_delta_nets(self) -> bool:
-        """True for the Qwen3.5 family."""
-        return self.architecture.startswith("qwen35")
+        """True for the Qwen3.5 family and what came after it."""
+        return self.architecture.startswith("qwen35") or self.has_streams
+
+    @property
+    def has_streams(self) -> bool:
+        """True for qwen4exp: several residual streams, sparse attention, n-grams."""
+        return self.architecture == "qwen4exp"
 
     @property
     def has_experts(self) -> bool:
         """True where the feed-forward part is routed."""
-        return self.architecture.endswith("moe")
+        return self.architecture.endswith("moe") or self.has_streams
 
     @property
     def n_rot(self) -> int:
@@ -82,6 +99,14 @@ class Tiny:
         if not self.has_delta_nets or layer >= self.n_layer:
             return False
         return (layer + 1) % self.interval != 0 if self.recurrent is None else self.recurrent[layer]
+
+    @property
+    def layer_of_ngrams(self) -> int | None:
+        """The layer before which n-grams are added; None if there is none."""
+        if not self.has_streams:
+            return None
+        recurrent = [i for i in range(self.n_layer) if self.is_recurrent(i)]
+        return (recurrent[-1] if recurrent else None) if self.ngram_layer is None else self.ngram_layer
 
 
 def write_tiny(folder: Path, tiny: Tiny, *, n_parts: int = 1) -> Path:
@@ -120,6 +145,8 @@ def metadata(tiny: Tiny) -> dict[str, object]:
         keys |= _expert_keys(tiny)
     else:
         keys["feed_forward_length"] = tiny.n_ff
+    if tiny.has_streams:
+        keys |= _stream_keys(tiny)
     named = {f"{tiny.architecture}.{key}": value for key, value in (keys | dict(tiny.metadata)).items()}
     everything = {"general.architecture": tiny.architecture, **_vocabulary(), **named}
     return {key: value for key, value in everything.items() if value is not None}
@@ -151,6 +178,32 @@ def _expert_keys(tiny: Tiny) -> dict[str, object]:
     }
 
 
+def _stream_keys(tiny: Tiny) -> dict[str, object]:
+    n_all, sizes = tiny.n_layer + tiny.n_mtp, tiny.ngram_sizes
+    multipliers = [2**54 - 33, 2**53 - 111, 2**52 - 47, 2**51 - 59]
+    keys: dict[str, object] = {
+        "hyper_connection.count": tiny.n_stream,
+        "hyper_connection.low_rank": tiny.low_rank,
+        "attention.indexer.head_count": tiny.index_heads,
+        "attention.indexer.key_length": tiny.index_dim,
+        "attention.indexer.top_k": tiny.budget,
+        "attention.compress_ratios": [0 if tiny.is_recurrent(i) else tiny.ratio for i in range(n_all)],
+    }
+    if tiny.layer_of_ngrams is None:
+        return keys
+    return keys | {
+        "ple.layers": [tiny.layer_of_ngrams],
+        "ple.ngram_size": tiny.n_gram,
+        "ple.heads_per_ngram": tiny.ngram_heads,
+        "ple.conv_kernel": tiny.ngram_taps,
+        "ple.eos_token_id": 257,
+        "ple.layer_multipliers": np.array(multipliers[: tiny.n_gram], np.uint64),
+        "ple.head_vocab_sizes": np.array(sizes, np.uint64),
+        "ple.head_offsets": np.array([sum(sizes[:i]) for i in range(len(sizes))], np.uint64),
+        "embedding_length_per_layer_input": tiny.ngram_dim,
+    }
+
+
 def _vocabulary() -> dict[str, object]:
     """A byte-level vocabulary: id = byte, and two control tokens."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -170,10 +223,13 @@ def _vocabulary() -> dict[str, object]:
 
 def tensor_shapes(tiny: Tiny) -> dict[str, Shape]:
     """Every tensor of the file and its shape, in ggml order."""
-    named: dict[str, Shape | None] = {
-        "token_embd.weight": (tiny.n_embd, tiny.n_vocab),
-        "output_norm.weight": (tiny.n_embd,),
-    }
+    named: dict[str, Shape | None] = {"token_embd.weight": (tiny.n_embd, tiny.n_vocab)}
+    if tiny.has_streams:
+        named |= dict(_stream_mixer(tiny, "output_hc_", inject=False))
+    else:
+        named["output_norm.weight"] = (tiny.n_embd,)
+    if tiny.layer_of_ngrams is not None:
+        named["per_layer_token_embd.weight"] = (tiny.ngram_dim, sum(tiny.ngram_sizes) + 3)
     if not tiny.tied:
         named["output.weight"] = (tiny.n_embd, tiny.n_vocab)
     if tiny.rope_factors:
@@ -196,9 +252,35 @@ def _matrix(tiny: Tiny, name: str, n_in: int, n_out: int) -> Iterator[tuple[str,
 
 
 def _mixer(tiny: Tiny, layer: int) -> Iterator[tuple[str, Shape]]:
+    mixer = _delta_net(tiny) if tiny.is_recurrent(layer) else _attention(tiny)
+    if tiny.has_streams:
+        if layer == tiny.layer_of_ngrams:
+            yield from _ngrams(tiny)
+        yield from _stream_mixer(tiny, "hc_attn_")
+        yield from mixer
+        yield from _stream_mixer(tiny, "hc_ffn_")
+        return
     yield "attn_norm.weight", (tiny.n_embd,)
-    yield from _delta_net(tiny) if tiny.is_recurrent(layer) else _attention(tiny)
+    yield from mixer
     yield ("post_attention_norm.weight" if tiny.has_delta_nets else "ffn_norm.weight"), (tiny.n_embd,)
+
+
+def _stream_mixer(tiny: Tiny, prefix: str, *, inject: bool = True) -> Iterator[tuple[str, Shape]]:
+    wide = tiny.n_embd * tiny.n_stream
+    yield f"{prefix}norm.weight", (wide,)
+    yield from _matrix(tiny, f"{prefix}down", wide, tiny.low_rank)
+    yield from _matrix(tiny, f"{prefix}up", tiny.low_rank, wide)
+    if inject:
+        yield from _matrix(tiny, f"{prefix}inject", wide, tiny.n_stream)
+
+
+def _ngrams(tiny: Tiny) -> Iterator[tuple[str, Shape]]:
+    wide, rows = tiny.n_embd * tiny.n_stream, tiny.ngram_dim * tiny.ngram_heads * (tiny.n_gram - 1)
+    yield "ple_key.weight", (rows, wide)
+    yield "ple_value.weight", (rows, tiny.n_embd)
+    for name in ("key", "query", "conv"):
+        yield f"ple_norm_{name}.weight", (wide,)
+    yield "ple_conv1d.weight", (tiny.ngram_taps, wide)
 
 
 def _attention(tiny: Tiny) -> Iterator[tuple[str, Shape]]:
@@ -213,6 +295,11 @@ def _attention(tiny: Tiny) -> Iterator[tuple[str, Shape]]:
         yield "attn_q_norm.weight", (tiny.head_dim,)
         yield "attn_k_norm.weight", (tiny.head_dim,)
     yield from _matrix(tiny, "attn_output", tiny.n_head * tiny.head_dim, tiny.n_embd)
+    if tiny.has_streams:
+        yield from _matrix(tiny, "indexer.q_proj", tiny.n_embd, tiny.index_heads * tiny.index_dim)
+        yield from _matrix(tiny, "indexer.k_proj", tiny.n_embd, tiny.index_dim)
+        yield "indexer.q_norm.weight", (tiny.index_dim,)
+        yield "indexer.k_norm.weight", (tiny.index_dim,)
 
 
 def _delta_net(tiny: Tiny) -> Iterator[tuple[str, Shape]]:
@@ -255,6 +342,13 @@ def _gated(tiny: Tiny, suffix: str, width: int) -> Iterator[tuple[str, Shape]]:
 
 
 def _mtp(tiny: Tiny) -> list[tuple[str, Shape]]:
+    if tiny.has_streams:
+        return [
+            ("nextn.eh_proj.weight", (2 * tiny.n_embd, tiny.n_embd)),
+            ("nextn.enorm.weight", (tiny.n_embd,)),
+            ("nextn.hnorm.weight", (tiny.n_embd * tiny.n_stream,)),
+            *_stream_mixer(tiny, "nextn.hc_head_", inject=False),
+        ]
     norms = [(f"nextn.{name}.weight", (tiny.n_embd,)) for name in ("enorm", "hnorm", "shared_head_norm")]
     return [("nextn.eh_proj.weight", (2 * tiny.n_embd, tiny.n_embd)), *norms]
 
@@ -268,22 +362,23 @@ def _element(tiny: Tiny, name: str, shape: Shape) -> ElementType:
 
 
 def is_quantisable(name: str, shape: Shape) -> bool:
-    """True for a matrix that quantisers touch: not a convolution, not a router."""
-    return len(shape) > 1 and not name.endswith(("ssm_conv1d.weight", "ffn_gate_inp.weight"))
+    """True for a matrix that quantisers touch: not a convolution, not a router, not an n-gram table."""
+    left_alone = ("conv1d.weight", "ffn_gate_inp.weight", "per_layer_token_embd.weight")
+    return len(shape) > 1 and not name.endswith(left_alone)
 
 
 def _data(name: str, shape: Shape, element: ElementType, rng: np.random.Generator) -> Bytes:
     """Random numbers of a size that keeps a forward lively: gates open and close, choices are clear."""
-    if len(shape) > 1 and not name.endswith("ssm_conv1d.weight"):
+    if len(shape) > 1 and not name.endswith("conv1d.weight"):
         gain = 4.0 if name.endswith("ffn_gate_inp.weight") else 1.0
-        spread = 1.0 if name.startswith("token_embd") else gain / math.sqrt(shape[0])
+        spread = 1.0 if name.endswith("token_embd.weight") else gain / math.sqrt(shape[0])
         return random_tensor(element, shape, spread=spread, rng=rng)
     values = rng.standard_normal(shape[::-1])
     if name.endswith("ssm_a"):
         values = -np.exp(0.5 * values)
-    elif name.endswith("ssm_conv1d.weight"):
+    elif name.endswith("conv1d.weight"):
         values = values / math.sqrt(shape[0])
-    elif name.endswith((".scale", "norm.weight", "rope_freqs.weight")):
+    elif name.endswith((".scale", "norm.weight", "rope_freqs.weight")) or ".ple_norm_" in name:
         values = np.exp(0.2 * values)
     else:
         values = 0.3 * values

@@ -24,7 +24,7 @@ IDS = tokens(280, seed=10)  # the last ones lie in the second bucket of the cach
 N_PROMPT = 270
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen35"])
+@pytest.fixture(scope="module", params=["llama", "qwen35", "qwen4exp"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("cache"), Tiny(architecture=request.param))
 

@@ -23,7 +23,7 @@ from tests.tiny import Tiny, tokens, write_tiny
 # Other programs that compute the same differ by 1.1e-4 at most; values are up to 60.
 TOLERANCE = 5e-4
 
-NAMES = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35moe-tiny")
+NAMES = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
 
 
 def look_inside(parts: Parts, tokens: list[int], supports: Supports | None = None) -> dict[str, Floats]:

@@ -15,8 +15,9 @@ import pytest
 
 from pyggml_dflash.ggml.element import ElementType
 from tests.reference.blocks import HALF_FACTORS, WEIGHT_TYPES
-from tests.reference.forward import Array, Reference
+from tests.reference.forward import Array
 from tests.reference.opened import Floats, OnOff, on_the_cpu, open_core
+from tests.reference.qwen4exp import reference
 from tests.tiny import Tiny, is_quantisable, tensor_shapes, tokens, write_tiny
 
 # Root mean square of what the rounding of activations adds, as a share of the logits' own; about twice what
@@ -48,6 +49,9 @@ def tiny(architecture: str, element: ElementType) -> Tiny:
         n_used=2,
         expert_ff=256,
         shared_ff=256,
+        low_rank=256,
+        index_dim=64,
+        ngram_dim=64,
         elements={"": element},
     )
 
@@ -58,19 +62,19 @@ def test_logits_are_those_of_the_numbers_in_the_blocks(
     tmp_path: Path, element: ElementType, architecture: str
 ) -> None:
     path, ids = write_tiny(tmp_path, tiny(architecture, element)), tokens(24, seed=8)
-    expected = Reference(path).forward(ids).logits
+    expected = reference(path).forward(ids).logits
     for chunk, repack in KERNELS:
         with open_core(on_the_cpu(path, chunk=chunk, flash_attn="off", repack=repack)) as core:
             found = core.logits(ids)
         assert distance(found, expected) <= ROUNDING.get(element, EIGHT_BITS), (chunk, repack)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen35moe", "qwen4exp"])
 def test_each_tensor_may_have_a_type_of_its_own(tmp_path: Path, architecture: str) -> None:
     model = tiny(architecture, ElementType.F32)
     matrices = [name for name, shape in tensor_shapes(model).items() if is_quantisable(name, shape)]
     mixed = dict(zip(matrices, cycle(HALF_FACTORS), strict=False))
     path, ids = write_tiny(tmp_path, replace(model, elements=mixed)), tokens(24, seed=9)
-    expected = Reference(path).forward(ids).logits
+    expected = reference(path).forward(ids).logits
     with open_core(on_the_cpu(path)) as core:
         assert distance(core.logits(ids), expected) <= EIGHT_BITS

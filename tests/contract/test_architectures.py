@@ -170,7 +170,7 @@ def test_the_layout_is_what_a_slot_takes(model: Path, n_slots: int) -> None:
         for t in layout.tensors:
             found = parts.slots.tensors[t.name]
             assert (found.type, found.n_bytes) == (t.type, n_slots * t.n_bytes)
-            kinds = {"k": ElementType.F16, "v": ElementType.Q8_0}
+            kinds = {"k": ElementType.F16, "v": ElementType.Q8_0, "index_pooled": ElementType.F16}
             assert t.type == kinds.get(t.name.rpartition(".")[2], ElementType.F32)
 
 
@@ -182,7 +182,9 @@ def test_the_layout_grows_by_rows_and_recurrent_state_not_at_all(model: Path) ->
         )
     assert large.recurrent_bytes == small.recurrent_bytes
     kv_row = config.kv_dim * 2 + ElementType.Q8_0.row_bytes(config.kv_dim)
-    assert large.slot_bytes - small.slot_bytes == (1024 - 256) * kv_row * len(config.attention_layers)
+    pooled = [t for t in large.tensors if t.positions_per_row > 1]
+    rows = sum((1024 - 256) // t.positions_per_row * t.type.row_bytes(t.shape[0]) for t in pooled)
+    assert large.slot_bytes - small.slot_bytes == (1024 - 256) * kv_row * len(config.attention_layers) + rows
 
 
 @pytest.mark.parametrize("output", ["none", "last", "all"])

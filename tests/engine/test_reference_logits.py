@@ -65,6 +65,7 @@ FILES = (
     File("qwen3-tiny", "F32", None, EXACT),
     File("qwen35-tiny", "F32", None, EXACT),
     File("qwen35moe-tiny", "F32", None, EXACT),
+    File("qwen4exp-tiny", "F32", None, EXACT),
     File("llama-tiny", "F16", None, HALF),
     File("qwen3-tiny", "F16", "F16", HALF),
     File("qwen35-tiny", "F16", None, HALF),
@@ -72,6 +73,7 @@ FILES = (
     File("llama-tiny", "Q8_0", "Q8_0", Q8_0),
     File("qwen35-tiny", "Q8_0", "Q8_0", Q8_0),
     File("qwen35moe-tiny", "Q8_0", "Q8_0", EXPERTS_Q8_0),
+    File("qwen4exp-tiny", "Q8_0", "Q8_0", EXPERTS_Q8_0),
     File("qwen3-tiny", "Q4_K_M", "Q4_K_M", Q4_K_M),
     File("qwen35-wide", "Q4_K_M", "Q4_K_M", Q4_K_M),
 )
@@ -97,6 +99,8 @@ def settings() -> Iterator[Setting]:
     for file in FILES:
         for flash in FLASH:
             chunks = (7, WHOLE) if file.kind == "F16" else (1, 7, 64, WHOLE)
+            if file.model == "qwen4exp-tiny" and file.numbers is None:
+                chunks = (1, 3, 64, 256, WHOLE)  # groups of 8 tokens are cut in every way
             yield from (Setting(file, chunk, flash) for chunk in chunks)
         if file.kind.startswith("Q"):
             yield from (Setting(file, chunk, "on", "off") for chunk in (1, WHOLE))

@@ -16,10 +16,10 @@ from pyggml_dflash.arch import ARCHITECTURES, architecture_of
 from pyggml_dflash.errors import DamagedFileError, ModelFileError, UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.config import ModelConfig
-from tests.tiny import Tiny, write_tiny
+from tests.tiny import Tiny, tensor_shapes, write_tiny
 
 EVERY = sorted(ARCHITECTURES)
-HYBRIDS = [name for name in EVERY if name.startswith("qwen35")]
+HYBRIDS = [name for name in EVERY if Tiny(architecture=name).has_delta_nets]
 
 
 def config_of(folder: Path, tiny: Tiny) -> ModelConfig:
@@ -127,7 +127,11 @@ def required() -> list[tuple[str, str]]:
     for name in EVERY:
         keys = [*always, "attention.layer_norm_rms_epsilon"]
         keys += [key for key in HYBRID_COUNTS if key.startswith("ssm.")] if name in HYBRIDS else []
-        keys += ["expert_count", "expert_used_count"] if name.endswith("moe") else ["feed_forward_length"]
+        keys += (
+            ["expert_count", "expert_used_count"]
+            if Tiny(architecture=name).has_experts
+            else ["feed_forward_length"]
+        )
         found += [(name, key) for key in keys]
     return found
 
@@ -254,7 +258,7 @@ def test_a_table_that_is_missing_or_no_table_is_refused(
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_a_file_with_an_mtp_block_alone_says_where_it_belongs(tmp_path: Path, architecture: str) -> None:
     tiny = Tiny(architecture=architecture, n_mtp=1)
-    trunk = {f"blk.{i}.attn_norm.weight": None for i in range(tiny.n_layer)}
+    trunk = {name: None for name in tensor_shapes(tiny) if re.match(r"blk\.[0-3]\.", name)}
     message = refusal(tmp_path, replace(tiny, shapes=trunk), UnsupportedModelError)
     assert "only an MTP block" in message
     assert "beside its target" in message

@@ -44,10 +44,14 @@ def unit(x: Array, eps: float) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Logits [n_tokens, n_vocab]; per token, by how much the last chosen expert beat the next (logits)."""
+    """Logits [n_tokens, n_vocab]; per token, by how much the last chosen expert beat the next (logits).
+
+    `group_gap`: the same for groups of tokens that sparse attention chooses, in terms of their scores.
+    """
 
     logits: Array
     router_gap: Array
+    group_gap: Array | None = None
 
 
 class Reference:
@@ -63,11 +67,11 @@ class Reference:
         self.architecture = str(self.metadata["general.architecture"])
         self.eps = float(self.key("attention.layer_norm_rms_epsilon"))
         self.n_head = int(self.key("attention.head_count"))
-        self.n_head_kv = int(self.key("attention.head_count_kv", self.n_head))
+        self.n_head_kv = int(np.max(self.key("attention.head_count_kv", self.n_head)))
         self.n_embd = self.weights["token_embd.weight"].shape[1]
         self.head_dim = int(self.key("attention.key_length", self.n_embd // self.n_head))
         self.n_layer = int(self.key("block_count")) - int(self.key("nextn_predict_layers", 0))
-        self.hybrid = self.architecture.startswith("qwen35")
+        self.hybrid = self.architecture.startswith(("qwen35", "qwen4exp"))
         self.rotary = Rotary(self.key, self.head_dim, self.weights.get("rope_freqs.weight"))
         self.halves = self.architecture != "llama"
 
@@ -111,6 +115,11 @@ class Reference:
         return np.asarray(y + self.weights.get(f"{name}.bias", np.zeros(1)))
 
     def attention(self, block: str, x: Array) -> Array:
+        """Of every token over all tokens up to it."""
+        return self.attention_without(block, x, np.triu(np.ones((len(x), len(x)), bool), 1))
+
+    def attention_without(self, block: str, x: Array, hidden: NDArray[np.bool_]) -> Array:
+        """Of every token over those that are not hidden [token, other token] from it."""
         n, d, h, hkv = len(x), self.head_dim, self.n_head, self.n_head_kv
         q_width = 2 * d if self.hybrid else d
         if f"{block}attn_qkv.weight" in self.weights:
@@ -126,7 +135,6 @@ class Reference:
         q, k = self.rotary.turn(q, halves=self.halves), self.rotary.turn(k, halves=self.halves)
         scale = float(self.key("attention.scale", 0.0)) or d**-0.5
         out = np.empty((n, h, d))
-        hidden = np.triu(np.ones((n, n), bool), 1)  # what lies ahead of a token
         for i in range(h):
             j = i // (h // hkv)
             scores = np.where(hidden, -np.inf, scale * q[:, i] @ k[:, j].T)
@@ -157,8 +165,12 @@ class Reference:
             memory += np.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
             out[t] = np.einsum("hkv,hk->hv", memory, q[t]) / np.sqrt(size)
         z = self.linear(f"{block}attn_gate", x).reshape(n, n_value, size)
-        out = rms(out, w[f"{block}ssm_norm.weight"], self.eps) * silu(z)
+        out = rms(out, w[f"{block}ssm_norm.weight"], self.eps) * self.output_gate(z)
         return self.linear(f"{block}ssm_out", out.reshape(n, n_value * size))
+
+    def output_gate(self, z: Array) -> Array:
+        """What a delta net's output is multiplied by."""
+        return silu(z)
 
     @staticmethod
     def convolution(taps: Array, u: Array) -> Array:

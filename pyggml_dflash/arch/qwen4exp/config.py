@@ -63,7 +63,9 @@ def read_config(file: GgufFile, name: str) -> Qwen4ExpConfig:
     recurrent = recurrent_layers(r, n_layer, n_all)
     attention = [i for i in range(n_layer) if not recurrent[i]]
     n_head = layer_count(r, "attention.head_count", attention, n_layer, n_all, high=4096)
-    n_head_kv = layer_count(r, "attention.head_count_kv", attention, n_layer, n_all, high=4096)
+    n_head_kv = n_head
+    if r.has("attention.head_count_kv"):
+        n_head_kv = layer_count(r, "attention.head_count_kv", attention, n_layer, n_all, high=4096)
     n_embd = r.count("embedding_length", high=2**20)
     head_dim = _head_dim(r, n_head, n_head_kv, n_embd)
     check_sections(r)
@@ -114,9 +116,9 @@ def _check_names(r: ConfigReader) -> None:
 
 def _check_trunk(r: ConfigReader, n_layer: int) -> None:
     """A file with an MTP block alone is no model."""
-    if "blk.0.hc_attn_norm.weight" in r.file.tensors:
+    if any(name.startswith("blk.0.") for name in r.file.tensors):
         return
-    if any(name.startswith((f"blk.{n_layer}.", "output_hc_")) for name in r.file.tensors):
+    if any(name.startswith(f"blk.{n_layer}.") for name in r.file.tensors):
         raise r.unsupported("this file holds only an MTP block; it goes beside its target, not in its place")
 
 
@@ -154,7 +156,7 @@ def _moe(r: ConfigReader, n_layer: int, n_all: int) -> MoeConfig:
         n_expert=n_expert,
         n_used=r.count("expert_used_count", high=n_expert),
         ff_dim=layer_count(r, "expert_feed_forward_length", range(n_layer), n_layer, n_all, high=2**24),
-        shared_ff_dim=r.count("expert_shared_feed_forward_length"),
+        shared_ff_dim=r.count("expert_shared_feed_forward_length", low=0),
         weight_scale=r.number("expert_weights_scale", 0.0, high=1e6),
     )
 

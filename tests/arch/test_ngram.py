@@ -209,7 +209,7 @@ LINEAR = (True, True, True, False)
 
 def refusal(folder: Path, kind: type[ModelFileError], config: NgramConfig, **changes: object) -> str:
     """The message of a refused file, after its name."""
-    with reader(folder, config, **changes) as r, pytest.raises(kind) as raised:  # type: ignore[arg-type]
+    with reader(folder, config, **changes) as r, pytest.raises(kind) as raised:
         read_ngram_config(r, LINEAR, 1000)
     assert raised.type is kind
     return str(raised.value).removeprefix(f"{folder / 'm.gguf'}: ")
@@ -248,7 +248,7 @@ def test_longer_arrays_are_taken_to_their_needed_length(tmp_path: Path) -> None:
         "ple__head_vocab_sizes": np.array([*small.sizes, 0], np.uint64),
         "ple__head_offsets": np.array([*small.offsets, 2**63], np.uint64),
     }
-    with reader(tmp_path, small, **longer) as r:  # type: ignore[arg-type]
+    with reader(tmp_path, small, **longer) as r:
         assert read_ngram_config(r, LINEAR, 1000) == small
 
 

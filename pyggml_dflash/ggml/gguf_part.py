@@ -169,8 +169,8 @@ def _read_tensors(cursor: Cursor, n: int, alignment: int, part: int) -> list[Ten
         n_row = shape[0] if shape else 1
         if n_row % element.block:
             raise cursor.damaged(
-                f"{what} has rows of {n_row} elements, "
-                f"not a whole number of {element.label} blocks of {element.block}"
+                f"{what} has rows of {n_row} elements, not a whole number of {element.label} blocks of "
+                f"{element.block}; {_types_for(n_row)} would fit, so quantise this tensor to another type"
             )
         rows[name] = shape, element, cursor.u64(f"the offset of {what}")
     start = -(-cursor.pos // alignment) * alignment
@@ -200,6 +200,13 @@ def _element_type(cursor: Cursor, what: str) -> ElementType:
     except ValueError:
         known = REMOVED_TYPES.get(number, f"{number}, which this ggml does not know")
         raise UnsupportedModelError(f"{cursor.path}: {what} has the element type {known}") from None
+
+
+def _types_for(n_row: int) -> str:
+    """Types that quantisers give to rows of this width."""
+    usual = (ElementType.IQ4_NL, ElementType.Q5_0, ElementType.Q8_0, ElementType.F16)
+    *others, last = [t.label for t in usual if n_row % t.block == 0]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _check_extents(path: Path, tensors: Sequence[TensorInfo], alignment: int, size: int) -> None:

@@ -80,7 +80,15 @@ DAMAGED = {
         gguf([], [row("w", (48,), 2)], bytes(64)),
         "rows of 48 elements, not a whole number of q4_0",
     ),
-    "scalar block": (gguf([], [row("w", (), 8)], bytes(64)), "rows of 1 elements"),
+    "k-quant of narrow rows": (
+        gguf([], [row("per_layer_token_embd.weight", (160, 64), 12)], bytes(160 * 64)),
+        "tensor 'per_layer_token_embd.weight' has rows of 160 elements, not a whole number of q4_k blocks of "
+        "256; iq4_nl, q5_0, q8_0 or f16 would fit, so quantise this tensor to another type",
+    ),
+    "scalar block": (
+        gguf([], [row("w", (), 8)], bytes(64)),
+        "rows of 1 elements, not a whole number of q8_0 blocks of 32; f16 would",
+    ),
     "misaligned": (gguf([], [row("w", (1,), 0, 8)], bytes(64)), "tensor 'w' begins at 72, no multiple of 32"),
     "offset": (gguf([], [row("w", (1,), 0, 64)], bytes(64)), "'w' needs bytes 128..132, the file has 128"),
     "offset 2^64": (gguf([], [row("w", (1,), 0, 2**64 - 32)], bytes(64)), "the file has 128"),

@@ -172,23 +172,33 @@ def test_a_part_of_a_set_of_another_size_is_refused(tmp_path: Path) -> None:
         GgufFile.open(paths[0])
 
 
-def part(folder: Path, no: int, tensor: str, n_tensors: int = 2, name: str | None = None) -> Path:
+def part(
+    folder: Path,
+    no: int,
+    *tensors: str,
+    n_tensors: int = 2,
+    keys: dict[str, str] | None = None,
+    alignment: int = 32,
+) -> Path:
     """Part `no` of 2, by hand, so that it can be wrong."""
     entries = [
         entry("split.no", U16, struct.pack("<H", no)),
         entry("split.count", U16, struct.pack("<H", 2)),
         entry("split.tensors.count", I32, struct.pack("<i", n_tensors)),
+        *(entry(key, STR, text(value)) for key, value in (keys or {}).items()),
     ]
-    if name is not None:
-        entries.append(entry("general.name", STR, text(name)))
+    if alignment != 32:
+        entries.append(entry("general.alignment", U32, struct.pack("<I", alignment)))
+    rows = [row(name, (1,), offset=i * alignment) for i, name in enumerate(tensors)]
+    data = b"".join(struct.pack("<f", no + i / 10) + bytes(alignment - 4) for i in range(len(tensors)))
     path = folder / f"m-0000{no + 1}-of-00002.gguf"
-    path.write_bytes(gguf(entries, [row(tensor, (1,))], bytes(32)))
+    path.write_bytes(gguf(entries, rows, data, alignment=alignment))
     return path
 
 
 def test_parts_that_count_tensors_differently_are_of_two_models(tmp_path: Path) -> None:
-    part(tmp_path, 0, "a", 2)
-    wrong = part(tmp_path, 1, "b", 9)
+    part(tmp_path, 0, "a")
+    wrong = part(tmp_path, 1, "b", n_tensors=9)
     with pytest.raises(
         DamagedFileError, match=r"another model than m-00001.*split\.tensors\.count is 9, not 2"
     ):
@@ -196,15 +206,15 @@ def test_parts_that_count_tensors_differently_are_of_two_models(tmp_path: Path) 
 
 
 def test_parts_that_name_two_models_are_refused(tmp_path: Path) -> None:
-    part(tmp_path, 0, "a", name="one")
-    wrong = part(tmp_path, 1, "b", name="two")
+    part(tmp_path, 0, "a", keys={"general.name": "one"})
+    wrong = part(tmp_path, 1, "b", keys={"general.name": "two"})
     with pytest.raises(DamagedFileError, match=r"another model.*general\.name is two, not one"):
         GgufFile.open(wrong)
 
 
 def test_a_set_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
-    first = part(tmp_path, 0, "a", 3)
-    part(tmp_path, 1, "b", 3)
+    first = part(tmp_path, 0, "a", n_tensors=3)
+    part(tmp_path, 1, "b", n_tensors=3)
     with pytest.raises(DamagedFileError, match=r"the parts have 2 tensors, split\.tensors\.count is 3"):
         GgufFile.open(first)
 
@@ -213,6 +223,47 @@ def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
     first = part(tmp_path, 0, "a")
     part(tmp_path, 1, "a")
     with pytest.raises(DamagedFileError, match=r"tensor 'a' is both in .* and in m-00002-of-00002\.gguf"):
+        GgufFile.open(first)
+
+
+def test_the_first_part_may_hold_metadata_and_no_tensor(tmp_path: Path) -> None:
+    first = part(tmp_path, 0, keys={"general.architecture": "qwen4exp"})
+    second = part(tmp_path, 1, "a", "b")
+    for path in (first, second):
+        with GgufFile.open(path) as file:
+            assert file.get_str("general.architecture") == "qwen4exp"
+            assert [(t.name, t.part) for t in file.tensors.values()] == [("a", 1), ("b", 1)]
+            assert file.data(file.tensors["b"]).view("<f4")[0] == np.float32(1.1)
+            assert file.mapping(0).nbytes == first.stat().st_size
+
+
+def test_every_part_has_its_own_alignment(tmp_path: Path) -> None:
+    first = part(tmp_path, 0, "a", "b", n_tensors=4, alignment=64)
+    part(tmp_path, 1, "c", "d", n_tensors=4, alignment=256)
+    with GgufFile.open(first) as file:
+        assert file.alignment == 64
+        found = {name: float(file.data(t).view("<f4")[0]) for name, t in file.tensors.items()}
+    assert found == pytest.approx({"a": 0, "b": 0.1, "c": 1, "d": 1.1})
+
+
+def test_later_parts_may_repeat_the_architecture_but_not_name_another(tmp_path: Path) -> None:
+    first = part(tmp_path, 0, "a", keys={"general.architecture": "qwen4exp"})
+    part(tmp_path, 1, "b", keys={"general.architecture": "qwen4exp"})
+    with GgufFile.open(first) as file:
+        assert list(file.tensors) == ["a", "b"]
+    part(tmp_path, 1, "b", keys={"general.architecture": "llama"})
+    with pytest.raises(DamagedFileError, match=r"general\.architecture is llama, not qwen4exp"):
+        GgufFile.open(first)
+
+
+def test_a_part_that_ends_in_its_metadata_names_its_own_path(tmp_path: Path) -> None:
+    first = part(tmp_path, 0, "a")
+    second = part(tmp_path, 1, "b")
+    second.write_bytes(second.read_bytes()[:80])
+    with pytest.raises(DamagedFileError, match=r"m-00002-of-00002\.gguf: .*the file has 80 \(truncated\?\)"):
+        GgufFile.open(first)
+    second.write_bytes(b"")
+    with pytest.raises(DamagedFileError, match=r"m-00002-of-00002\.gguf has 0 bytes, fewer than the 24"):
         GgufFile.open(first)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.gguf_writer import GgufWriter
 from pyggml_dflash.ggml.mapped_rows import MappedRows, can_expand
 from tests.ggml.handmade import gguf, row
+from tests.ggml.pages import pages_in_memory, resident_bytes
 from tests.reference.blocks import WEIGHT_TYPES, numbers, random_tensor
 
 GIB = 2**30
@@ -89,31 +89,6 @@ def sparse_table(path: Path, *, width: int, n_rows: int) -> None:
         file.truncate(len(header) + n_rows * ElementType.Q8_0.row_bytes(width))
 
 
-def pages_in_memory(mapping: NDArray[np.uint8]) -> set[int]:
-    """Numbers of a mapped file's pages that the system holds."""
-    n_pages = -(-len(mapping) // mmap.PAGESIZE)
-    held = np.zeros(n_pages, np.uint8)
-    libc = ctypes.CDLL(None, use_errno=True)
-    status = libc.mincore(
-        ctypes.c_void_p(mapping.ctypes.data), ctypes.c_size_t(len(mapping)), ctypes.c_void_p(held.ctypes.data)
-    )
-    assert status == 0
-    return set(np.flatnonzero(held & 1).tolist())
-
-
-def resident_bytes(mapping: NDArray[np.uint8]) -> int:
-    """Bytes of this process's memory that the mapping takes, all its pieces together."""
-    start, total, inside = mapping.ctypes.data, 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first:
-            low = int(first.split("-")[0], 16)
-            inside = start <= low < start + len(mapping)
-        elif inside and first == "Rss:":
-            total += 1024 * int(line.split()[1])
-    return total
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages are in memory")
 def test_a_thousand_steps_over_a_table_of_2_gib_touch_the_pages_of_their_rows_only(tmp_path: Path) -> None:
     width, n_heads = 160, 16
@@ -132,4 +107,4 @@ def test_a_thousand_steps_over_a_table_of_2_gib_touch_the_pages_of_their_rows_on
         held = pages_in_memory(mapping)
         assert wanted <= held
         assert held - held_before <= wanted
-        assert resident_bytes(mapping) <= mmap.PAGESIZE * len(held) < 300 * 2**20
+        assert 0 < resident_bytes(path) <= mmap.PAGESIZE * len(held) < 300 * 2**20

@@ -7,8 +7,8 @@ a cold disk where they took 1.8 s (local disk of a 2-core virtual machine).
 
 from __future__ import annotations
 
-import contextlib
 import mmap
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -39,23 +39,14 @@ class MappedRows:
         self._type, self._mapping, self._offset = tensor.type, mapping, tensor.offset
         data = np.frombuffer(mapping, np.uint8, tensor.n_bytes, tensor.offset)
         self._rows = data.reshape(self.n_rows, self.row_bytes)
-        start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._advise(_RANDOM, start, tensor.offset + tensor.n_bytes - start)
-
-    def pages(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Numbers of the file's pages that hold the rows, each once, in order."""
-        first_byte = self._offset + ids.astype(np.int64) * self.row_bytes
-        first, last = first_byte // mmap.PAGESIZE, (first_byte + self.row_bytes - 1) // mmap.PAGESIZE
-        reach = np.arange((self.row_bytes - 2) // mmap.PAGESIZE + 2)  # pages that one row may touch
-        return np.unique(np.minimum(first[:, None] + reach, last[:, None]))
+        self._advise(_RANDOM, (0,), tensor.n_bytes)
 
     def read(self, ids: npt.NDArray[np.int32]) -> Raw:
         """Copies of the rows at `ids` [n], uint8 [n, row_bytes].
 
-        Asking costs 0.5 us for a page that is in memory and 6 us for one that is not.
+        Asking costs 0.7 us for a row that is in memory and 6 us for one that is not.
         """
-        for page in self.pages(ids).tolist():
-            self._advise(_WILL_NEED, page * mmap.PAGESIZE, mmap.PAGESIZE)
+        self._advise(_WILL_NEED, (ids.astype(np.int64) * self.row_bytes).tolist(), self.row_bytes)
         return self._rows.take(ids, axis=0)
 
     def expand(self, raw: Raw, out: npt.NDArray[np.float32]) -> None:
@@ -68,10 +59,17 @@ class MappedRows:
         traits = lib.ggml_get_type_traits(int(self._type))
         traits.to_float(ffi.from_buffer(raw), ffi.from_buffer("float[]", out), out.size)
 
-    def _advise(self, advice: int | None, start: int, n_bytes: int) -> None:
-        if advice is not None:
-            with contextlib.suppress(OSError):  # a file system may know no advice; rows are read all the same
-                self._mapping.madvise(advice, start, n_bytes)
+    def _advise(self, advice: int | None, starts: Iterable[int], n_bytes: int) -> None:
+        """Tell the system about the pages of runs of bytes, counted from the table's start."""
+        if advice is None:
+            return
+        tell, offset, page = self._mapping.madvise, self._offset, mmap.PAGESIZE
+        try:
+            for start in starts:
+                inside = (offset + start) % page
+                tell(advice, offset + start - inside, inside + n_bytes)
+        except OSError:
+            return  # a file system may take no advice; rows are read all the same
 
 
 def can_expand(type: ElementType) -> bool:

@@ -16,7 +16,7 @@ from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.config import ConfigReader
 from tests.engine.hostile import edited
 from tests.engine.tiny import opened, prompt
-from tests.ggml.pages import pages_in_memory, resident_bytes
+from tests.ggml.pages import pages_in_memory, pages_of, resident_bytes
 from tests.reference.stored import model_file
 
 WIDTH, N_HEADS = 8, 8  # of the tiny model's table
@@ -65,7 +65,7 @@ def test_a_table_of_2_gib_is_read_where_tokens_need_it_and_nowhere_else(table_pa
         config = read_ngram_config(ConfigReader(file, "qwen4exp"), LAYERS, 768)
         assert config is not None
         ids = NgramHash(config).rows([*tokens, *answer[:-1]], ())
-        wanted = set(file.rows(file.tensors[TABLE]).pages(ids.reshape(-1)).tolist())
+        wanted = pages_of(file.tensors[TABLE], ids)
         held = pages_in_memory(mapping)
         assert wanted <= held
         assert held - held_before <= wanted

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pyggml_dflash.ggml.gguf import TensorInfo
+
 
 def pages_in_memory(mapping: NDArray[np.uint8]) -> set[int]:
     """Numbers of a mapped file's pages that the system holds, for whomever."""
@@ -18,6 +20,13 @@ def pages_in_memory(mapping: NDArray[np.uint8]) -> set[int]:
     status = ctypes.CDLL(None).mincore(*(kind(x) for kind, x in zip(kinds, arguments, strict=True)))
     assert status == 0
     return set(np.flatnonzero(held & 1).tolist())
+
+
+def pages_of(tensor: TensorInfo, ids: NDArray[np.int32]) -> set[int]:
+    """Numbers of the file's pages that rows of a matrix touch."""
+    row = tensor.type.row_bytes(tensor.shape[0])
+    starts = [tensor.offset + row * int(i) for i in ids.reshape(-1)]
+    return {n for s in starts for n in range(s // mmap.PAGESIZE, (s + row - 1) // mmap.PAGESIZE + 1)}
 
 
 def resident_bytes(path: Path) -> int:

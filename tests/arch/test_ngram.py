@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.gguf_writer import GgufWriter
 from pyggml_dflash.model.config import ConfigReader
+from tests.engine.apart import program
 from tests.reference.blocks import numbers, random_tensor
 from tests.reference.ngram import hashed
 
@@ -397,3 +400,55 @@ def test_rows_read_ahead_are_those_read_on_demand_whatever_comes(tmp_path: Path)
         assert read(rows, tokens[:10], other, small.width) != whole[:10]  # the same tokens behind others
         rows.expect(tokens, [])
     rows.close()
+
+
+AFTER_MAIN = """
+import sys, threading
+import numpy as np
+from pyggml_dflash.arch.qwen4exp.ngram import NgramReader, read_ngram_config
+from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.model.config import ConfigReader
+
+def work():
+    threading.main_thread().join()
+    with GgufFile.open(sys.argv[1]) as file:
+        config = read_ngram_config(ConfigReader(file, "qwen4exp"), (True, True), 1000)
+        reader, out = NgramReader(config, file), np.zeros(3 * config.width, np.float32)
+        reader.expect([1, 2, 3], [])
+        reader.read([1, 2, 3], [], out)
+        reader.close()
+        print(out.any())
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_rows_are_read_ahead_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    with reader(tmp_path, config()):
+        done = program(AFTER_MAIN, tmp_path / "m.gguf")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_a_reader_that_nobody_closed_ends_its_thread(tmp_path: Path) -> None:
+    def threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "ngram-rows"]
+
+    with reader(tmp_path, config()) as r:
+        forgotten = NgramReader(config(), r.file)
+        forgotten.expect([1], [])
+        (thread,) = threads()
+        del forgotten
+        thread.join(60)
+        assert not threads()
+
+
+def test_an_error_of_the_thread_reaches_the_reader(tmp_path: Path) -> None:
+    small = config()
+    behind = dataclasses.replace(small, offsets=(10_000,) * 4)  # no file could say so, see above
+    with reader(tmp_path, small) as r:
+        rows = NgramReader(behind, r.file)
+        rows.expect([1], [])
+        with pytest.raises((IndexError, ValueError)):
+            read(rows, [1], [], small.width)
+        rows.close()
+        rows.close()

@@ -11,10 +11,13 @@ from the mapped file, those of a prompt's next chunk on a thread of their own wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from queue import SimpleQueue
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,9 @@ TABLE: Final = "per_layer_token_embd.weight"
 MAX_ROW_ID: Final = 2**31 - 1  # ggml gathers rows by I32
 MAX_NGRAM: Final = 8
 MAX_HEADS: Final = 64
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+_Jobs: TypeAlias = "SimpleQueue[tuple[Ids, Future[Raw]] | None]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +163,7 @@ class NgramHash:
         self._sizes = np.array(config.sizes, np.uint64).reshape(shape)
         self._offsets = np.array(config.offsets, np.uint64).reshape(shape)
 
-    def rows(self, tokens: Sequence[int], before: Sequence[int]) -> npt.NDArray[np.int32]:
+    def rows(self, tokens: Sequence[int], before: Sequence[int]) -> Ids:
         """I32 [n_tokens, n_head]: the rows of `tokens`, which follow `before` in a sequence.
 
         Of `before` only the last `n_before` tokens count; fewer mean that the sequence begins there.
@@ -178,6 +184,43 @@ class NgramHash:
         return found.reshape(n, self._n_head)
 
 
+def _work(jobs: _Jobs, read: Callable[[Ids], Raw]) -> None:
+    """Do jobs until there is a None."""
+    while (job := jobs.get()) is not None:
+        ids, rows = job
+        if rows.set_running_or_notify_cancel():
+            try:
+                rows.set_result(read(ids))
+            except BaseException as error:
+                rows.set_exception(error)
+
+
+class _ReadAhead:
+    """A thread that reads rows, started when it is first needed; ends with `close`, or with its owner.
+
+    Not a ThreadPoolExecutor: that one refuses work once the main thread has ended, though others go on.
+    """
+
+    def __init__(self, read: Callable[[Ids], Raw]) -> None:
+        self._jobs: _Jobs = SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs, read), name="ngram-rows", daemon=True)
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def begin(self, ids: Ids) -> Future[Raw]:
+        """The rows at `ids`, to be."""
+        if self._thread.ident is None:
+            self._thread.start()
+        rows: Future[Raw] = Future()
+        self._jobs.put((ids, rows))
+        return rows
+
+    def close(self) -> None:
+        """Wait for what is being read and end the thread; a second call does nothing."""
+        self._end()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
 @dataclass(frozen=True, slots=True)
 class _Expected:
     """Rows that are being read for a forward to come."""
@@ -196,14 +239,14 @@ class NgramReader:
     def __init__(self, config: NgramConfig, file: GgufFile) -> None:
         self._hash, self._n_before = NgramHash(config), config.n_before
         self._table = file.rows(file.tensors[TABLE])
-        self._ahead = ThreadPoolExecutor(1, "ngram-rows")  # starts its thread when it is first needed
+        self._ahead = _ReadAhead(self._table.read)
         self._expected: _Expected | None = None
 
     def expect(self, tokens: Sequence[int], before: Sequence[int]) -> None:
         """Begin to read for a later `read` of the same tokens; returns at once."""
         self._forget()
         ids = self._hash.rows(tokens, before).reshape(-1)
-        rows = self._ahead.submit(self._table.read, ids)
+        rows = self._ahead.begin(ids)
         self._expected = _Expected(tuple(tokens), self._window(before), rows)
 
     def read(self, tokens: Sequence[int], before: Sequence[int], out: npt.NDArray[np.float32]) -> None:
@@ -229,4 +272,4 @@ class NgramReader:
     def close(self) -> None:
         """Wait for what is being read and end the thread; a second call does nothing."""
         self._forget()
-        self._ahead.shutdown(cancel_futures=True)
+        self._ahead.close()

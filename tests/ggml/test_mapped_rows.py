@@ -76,6 +76,20 @@ def sparse_table(path: Path, *, width: int, n_rows: int) -> None:
         file.truncate(len(header) + n_rows * ElementType.Q8_0.row_bytes(width))
 
 
+def test_rows_of_a_table_of_54_gb_are_found(tmp_path: Path) -> None:
+    path, width, n_rows, rng = tmp_path / "big.gguf", 160, 320_001_536, np.random.default_rng(4)
+    sparse_table(path, width=width, n_rows=n_rows)
+    wanted = [0, 25_264_513, 25_264_514, 2**27, n_rows - 1]  # around byte 2^32, and the last
+    data = random_tensor(ElementType.Q8_0, (width, len(wanted)), spread=1.0, rng=rng)
+    with GgufFile.open(path) as file, path.open("r+b") as target:
+        for i, raw in zip(wanted, data.reshape(len(wanted), -1), strict=True):
+            target.seek(file.tensors["table"].offset + i * len(raw))
+            target.write(raw.tobytes())
+        target.flush()
+        found = read(rows_of(file), np.array(wanted, np.int32))
+    assert found.tolist() == numbers(ElementType.Q8_0, (width, len(wanted)), data).tolist()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages are in memory")
 def test_a_thousand_steps_over_a_table_of_2_gib_touch_the_pages_of_their_rows_only(tmp_path: Path) -> None:
     width, n_heads = 160, 16

@@ -238,10 +238,12 @@ def test_the_real_constants_may_be_signed_or_unsigned(tmp_path: Path) -> None:
             assert tuple(file.get_ints("qwen4exp.ple.head_offsets")) == REAL.offsets
 
 
-def test_a_file_without_ple_layers_has_no_ngram_embedding(tmp_path: Path) -> None:
+def test_a_file_without_layers_and_table_has_no_ngram_embedding(tmp_path: Path) -> None:
     for layers in (None, np.zeros(0, np.uint32)):
-        with reader(tmp_path, config(), ple__layers=layers) as r:
+        with reader(tmp_path, config(), ple__layers=layers, shape=()) as r:
             assert read_ngram_config(r, LINEAR, 1000) is None
+        message = refusal(tmp_path, DamagedFileError, config(), ple__layers=layers)
+        assert message == f"tensor '{TABLE}' is of no use without qwen4exp.ple.layers"
 
 
 def test_longer_arrays_are_taken_to_their_needed_length(tmp_path: Path) -> None:

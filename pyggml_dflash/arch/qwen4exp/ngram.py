@@ -80,6 +80,7 @@ def read_ngram_config(r: ConfigReader, recurrent: Sequence[bool], n_vocab: int) 
     """
     layers = r.file.get_ints(r.key("ple.layers"), [])
     if not layers:
+        r.demand(TABLE not in r.file.tensors, f"tensor {TABLE!r} is of no use without {r.key('ple.layers')}")
         return None
     n_gram = r.count("ple.ngram_size", low=2, high=MAX_NGRAM)
     n_head = (n_gram - 1) * r.count("ple.heads_per_ngram", high=MAX_HEADS)

@@ -48,6 +48,10 @@ def plan_speculation(
         return _plan_mtp(options, file, config)
     if options.draft is None:
         return None
+    if config.hidden_width != config.n_embd:
+        raise UnsupportedModelError(
+            f"{options.draft}: DFlash drafts read one residual stream; {config.architecture} has several"
+        )
     draft_file = GgufFile.open(options.draft)
     stack.callback(draft_file.close)
     name = draft_file.get_str("general.architecture")

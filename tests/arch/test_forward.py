@@ -140,7 +140,7 @@ STREAMS: dict[str, dict[str, object]] = {
     "one-group-is-chosen": {"budget": 4},
     "one-index-head": {"index_heads": 1, "seed": 1},
     "n-grams-first": {"ngram_layer": 0},
-    "no-n-grams": {"metadata": {"ple.layers": None}},
+    "no-n-grams": {"metadata": {"ple.layers": None}, "shapes": {"per_layer_token_embd.weight": None}},
     "pairs-only": {"n_gram": 2, "ngram_sizes": (101, 103)},
     "n-grams-of-four": {"n_gram": 4, "ngram_heads": 1, "ngram_sizes": (101, 103, 107)},
     "two-n-gram-taps": {"ngram_taps": 2},

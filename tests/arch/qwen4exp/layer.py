@@ -118,7 +118,7 @@ class Layer:
         tensors = {name: self._declare(name, F32, *value.shape[::-1]) for name, value in weights.items()}
         kv = (self.config.kv_dim, n_ctx, n_slots)
         state = {f"blk.0.{x}": self._declare(f"blk.0.{x}", type_kv, *kv) for x in "kv"}
-        for t in index_state(0, self.indexer, n_ctx, type_kv):
+        for t in index_state(0, self.indexer, n_ctx):
             state[t.name] = self._declare(t.name, t.type, *t.shape, n_slots)
         self._arena.allocate()
         for name, value in weights.items():

@@ -322,12 +322,12 @@ def _feed_forward(tiny: Tiny) -> Iterator[tuple[str, Shape]]:
         return
     n_embd, ff, n = tiny.n_embd, tiny.expert_ff, tiny.n_expert
     yield "ffn_gate_inp.weight", (n_embd, n)
-    if tiny.fused_experts:
-        yield "ffn_gate_up_exps.weight", (n_embd, 2 * ff, n)
-    else:
-        yield "ffn_gate_exps.weight", (n_embd, ff, n)
-        yield "ffn_up_exps.weight", (n_embd, ff, n)
-    yield "ffn_down_exps.weight", (ff, n_embd, n)
+    apart = {"gate_exps": (n_embd, ff, n), "up_exps": (n_embd, ff, n)}
+    shapes = {"gate_up_exps": (n_embd, 2 * ff, n)} if tiny.fused_experts else apart
+    for name, shape in {**shapes, "down_exps": (ff, n_embd, n)}.items():
+        yield f"ffn_{name}.weight", shape
+        if tiny.scales:
+            yield f"ffn_{name}.scale", (n,)
     if tiny.shared_ff:
         yield "ffn_gate_inp_shexp.weight", (n_embd, 1)
         yield from _gated(tiny, "_shexp", tiny.shared_ff)

@@ -178,7 +178,7 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
 
     rows = g.reshape(x, n_embd, 1, n_tokens)
     hidden = _expert_hidden(g, w, rows, chosen, moe)
-    out = g.mul_mat_id(w["ffn_down_exps.weight"], hidden, chosen)  # [n_embd, n_used, M]
+    out = _expert_linear(g, w, "ffn_down_exps", hidden, chosen)  # [n_embd, n_used, M]
     out = g.mul(out, g.reshape(weights, 1, moe.n_used, n_tokens))
     stride, row = out.strides[1], out.strides[2]
     total = g.view(out, (n_embd, n_tokens), (row,), 0)
@@ -191,13 +191,24 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     return g.add(total, g.mul(shared, gate))
 
 
+def _expert_linear(g: GraphBuilder, w: BlockWeights, name: str, x: Tensor, chosen: Tensor) -> Tensor:
+    """Products with the chosen experts, with a scale per expert where the file has them: [out, n_used, M]."""
+    y = g.mul_mat_id(w[f"{name}.weight"], x, chosen)
+    scale = w.get(f"{name}.scale")
+    if scale is None:
+        return y
+    n_used, n_tokens = chosen.shape[0], chosen.shape[1]
+    ids = g.reshape(g.cont(chosen), n_used * n_tokens)
+    factors = g.get_rows(g.reshape(scale, 1, scale.shape[0]), ids)
+    return g.mul(y, g.reshape(factors, 1, n_used, n_tokens))
+
+
 def _expert_hidden(g: GraphBuilder, w: BlockWeights, rows: Tensor, chosen: Tensor, moe: MoeConfig) -> Tensor:
     """silu(gate) * up of the chosen experts: [ff_dim, n_used, M]."""
-    fused = w.get("ffn_gate_up_exps.weight")
-    if fused is None:
-        gate = g.mul_mat_id(w["ffn_gate_exps.weight"], rows, chosen)
-        return g.swiglu(gate, g.mul_mat_id(w["ffn_up_exps.weight"], rows, chosen))
-    both = g.mul_mat_id(fused, rows, chosen)  # [2 * ff_dim, n_used, M], gate first
+    if w.get("ffn_gate_up_exps.weight") is None:
+        gate = _expert_linear(g, w, "ffn_gate_exps", rows, chosen)
+        return g.swiglu(gate, _expert_linear(g, w, "ffn_up_exps", rows, chosen))
+    both = _expert_linear(g, w, "ffn_gate_up_exps", rows, chosen)  # [2 * ff_dim, n_used, M], gate first
     shape = (moe.ff_dim, both.shape[1], both.shape[2])
     strides = (both.strides[1], both.strides[2])
     gate, up = (g.cont(g.view(both, shape, strides, 4 * moe.ff_dim * i)) for i in range(2))

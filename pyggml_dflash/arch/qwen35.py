@@ -124,12 +124,12 @@ def expert_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[Tenso
     n, ff = moe.n_expert, moe.ff_dim
     specs = [*matrix(f"{prefix}ffn_gate_inp.weight", n_embd, n)]
     if f"{prefix}ffn_gate_up_exps.weight" in file.tensors:
-        specs.append(TensorSpec(f"{prefix}ffn_gate_up_exps.weight", (n_embd, 2 * ff, n), "experts"))
+        shapes = {"gate_up": (n_embd, 2 * ff, n), "down": (ff, n_embd, n)}
     else:
-        specs += [
-            TensorSpec(f"{prefix}ffn_{x}_exps.weight", (n_embd, ff, n), "experts") for x in ("gate", "up")
-        ]
-    specs.append(TensorSpec(f"{prefix}ffn_down_exps.weight", (ff, n_embd, n), "experts"))
+        shapes = {"gate": (n_embd, ff, n), "up": (n_embd, ff, n), "down": (ff, n_embd, n)}
+    for x, shape in shapes.items():
+        specs.append(TensorSpec(f"{prefix}ffn_{x}_exps.weight", shape, "experts"))
+        specs.append(vector(f"{prefix}ffn_{x}_exps.scale", n, required=False))
     if moe.shared_ff_dim:
         shared = moe.shared_ff_dim
         specs += [

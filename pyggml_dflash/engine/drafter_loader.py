@@ -71,6 +71,10 @@ def plan_speculation(
 def _plan_mtp(options: EngineOptions, file: GgufFile, config: ModelConfig) -> SpeculationPlan:
     if config.n_mtp == 0:
         raise UsageError(f"spec is 'mtp'; {file.path} has no MTP block: use 'auto' or 'off'")
+    if config.hidden_width != config.n_embd:
+        raise UnsupportedModelError(
+            f"{file.path}: MTP blocks of {config.architecture} cannot draft yet; use --spec off"
+        )
     if config.n_mtp > 1:
         raise UnsupportedModelError(f"{file.path}: {config.n_mtp} MTP blocks; one is supported")
     width = MTP_DRAFTS + 1 if options.spec_width is None else options.spec_width

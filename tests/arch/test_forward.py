@@ -102,6 +102,7 @@ EXPERTS: dict[str, dict[str, object]] = {
     "expert-weights-scaled": {"weight_scale": 2.5},
     "expert-weights-scaled-by-one": {"weight_scale": 1.0},
     "gate-and-up-of-experts-in-one-tensor": {"fused_experts": True},
+    "gate-and-up-of-experts-in-one-tensor-with-scales": {"fused_experts": True, "scales": True},
     "no-shared-expert": {"shared_ff": 0},
     "no-shared-expert-by-absence": {
         "shared_ff": 0,

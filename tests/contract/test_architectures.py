@@ -170,7 +170,7 @@ def test_the_layout_is_what_a_slot_takes(model: Path, n_slots: int) -> None:
         for t in layout.tensors:
             found = parts.slots.tensors[t.name]
             assert (found.type, found.n_bytes) == (t.type, n_slots * t.n_bytes)
-            kinds = {"k": ElementType.F16, "v": ElementType.Q8_0, "index_pooled": ElementType.F16}
+            kinds = {"k": ElementType.F16, "v": ElementType.Q8_0}
             assert t.type == kinds.get(t.name.rpartition(".")[2], ElementType.F32)
 
 

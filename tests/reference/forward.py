@@ -210,10 +210,13 @@ class Reference:
         return out, gap
 
     def expert(self, block: str, expert: int, row: Array) -> Array:
-        fused = self.weights.get(f"{block}ffn_gate_up_exps.weight")
-        if fused is not None:
-            gate, up = np.split(fused[expert] @ row, 2)
+        def times(name: str, x: Array) -> Array:
+            scales = self.weights.get(f"{block}ffn_{name}_exps.scale")
+            y = self.weights[f"{block}ffn_{name}_exps.weight"][expert] @ x
+            return np.asarray(y if scales is None else y * scales[expert])
+
+        if f"{block}ffn_gate_up_exps.weight" in self.weights:
+            gate, up = np.split(times("gate_up", row), 2)
         else:
-            gate = self.weights[f"{block}ffn_gate_exps.weight"][expert] @ row
-            up = self.weights[f"{block}ffn_up_exps.weight"][expert] @ row
-        return np.asarray(self.weights[f"{block}ffn_down_exps.weight"][expert] @ (silu(gate) * up))
+            gate, up = times("gate", row), times("up", row)
+        return times("down", silu(gate) * up)

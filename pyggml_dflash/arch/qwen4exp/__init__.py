@@ -134,7 +134,7 @@ class Qwen4ExpArchitecture:
         c = settings(config)
         tensors = [*kv_tensors(c, n_ctx, type_k, type_v), *delta_state(c)]
         for i in c.sparse_layers:
-            tensors += index_state(i, c.indexer, n_ctx, type_k)
+            tensors += index_state(i, c.indexer, n_ctx)
         if c.ngram is not None:
             tensors.append(ple_state(c.ngram, c.n_embd, c.n_stream))
         return StateLayout(n_ctx=n_ctx, tensors=tuple(tensors))

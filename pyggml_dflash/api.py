@@ -29,6 +29,7 @@ from pyggml_dflash.options import (
     Auto,
     EngineOptions,
     KVType,
+    MtpConvention,
     SamplingOptions,
     Spec,
     Switch,
@@ -166,6 +167,7 @@ class Engine:
         draft: str | Path | None = None,
         spec: Spec = "auto",
         spec_width: int | None = None,
+        mtp_convention: MtpConvention = "all-streams",
         nfc: bool = True,
         progress: ProgressCallback | None = None,
     ) -> Engine:
@@ -187,6 +189,7 @@ class Engine:
             draft=_path(draft, "draft"),
             spec=spec,
             spec_width=spec_width,
+            mtp_convention=mtp_convention,
             nfc=nfc,
         )
         return cls(options, progress=progress)

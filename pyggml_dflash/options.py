@@ -19,6 +19,9 @@ KVType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Auto = Literal["auto"]
 Switch = Literal["auto", "on", "off"]
 Spec = Literal["auto", "off", "dflash", "mtp"]
+# How an MTP block of qwen4exp reads the trunk's streams, where published programs differ: normalised all
+# together, or each on its own; llama.cpp does the latter and pairs the first token with a row of zeros.
+MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
 MAX_SEED: Final = 2**63 - 1
@@ -80,6 +83,7 @@ class EngineOptions:
     draft: Path | None = None  # a DFlash draft made for the model
     spec: Spec = "auto"  # speculative decoding; auto: with the draft, if there is one
     spec_width: int | None = None  # rows of a verify forward; None: what measured cost and acceptance say
+    mtp_convention: MtpConvention = "all-streams"  # for qwen4exp; changes acceptance, never the text
     nfc: bool = True  # Unicode NFC before tokenizing where the model was trained so; False: as llama.cpp
 
     def __post_init__(self) -> None:
@@ -106,6 +110,7 @@ class EngineOptions:
 
     def _check_speculation(self) -> None:
         check_choice("spec", self.spec, get_args(Spec))
+        check_choice("mtp_convention", self.mtp_convention, get_args(MtpConvention))
         if self.draft is not None and not isinstance(self.draft, Path):
             raise refusal("draft", self.draft, "it must be a pathlib.Path or None")
         if self.spec == "dflash" and self.draft is None:

@@ -16,7 +16,16 @@ import click
 
 from dflash_cli.params import ChunkSize, ContextLength, ModelFile, Seed, Text, TokenBias
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.options import KV_TYPES, Auto, EngineOptions, KVType, SamplingOptions, Spec, Switch
+from pyggml_dflash.options import (
+    KV_TYPES,
+    Auto,
+    EngineOptions,
+    KVType,
+    MtpConvention,
+    SamplingOptions,
+    Spec,
+    Switch,
+)
 from pyggml_dflash.requests import GenerationRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -107,6 +116,13 @@ _ENGINE: Final = (
         help="Rows of every verify forward.  [default: what measured cost and acceptance say]",
     ),
     click.option(
+        "--mtp-convention",
+        type=click.Choice(get_args(MtpConvention)),
+        default="all-streams",
+        show_default=True,
+        help="How a qwen4exp MTP block reads the model; changes what is accepted, never the text.",
+    ),
+    click.option(
         "--nfc/--no-nfc", default=True, help="Unicode NFC before tokenizing, where the model wants it."
     ),
 )
@@ -156,6 +172,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         draft: Path | None,
         spec: Spec,
         spec_width: int | None,
+        mtp_convention: MtpConvention,
         nfc: bool,
         **rest: Any,
     ) -> None:
@@ -172,6 +189,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             draft=draft,
             spec=spec,
             spec_width=spec_width,
+            mtp_convention=mtp_convention,
             nfc=nfc,
         )
         command(engine=engine, **rest)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from pyggml_dflash.arch.base import Architecture
+from pyggml_dflash.arch.base import Architecture, MtpBlock
 from pyggml_dflash.arch.dense import LLAMA, QWEN3
+from pyggml_dflash.arch.mtp import Qwen35MtpBlock
 from pyggml_dflash.arch.qwen4exp import Qwen4ExpArchitecture
+from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
+from pyggml_dflash.arch.qwen4exp.mtp import StreamMtpBlock
 from pyggml_dflash.arch.qwen35 import Qwen35Architecture
 from pyggml_dflash.errors import UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.options import MtpConvention
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture
     for architecture in (Qwen35Architecture(), Qwen4ExpArchitecture(), QWEN3, LLAMA)
     for name in architecture.names
 }
+
+
+def mtp_block_of(config: ModelConfig, convention: MtpConvention = "all-streams") -> MtpBlock:
+    """The MTP block of a model that has one; `convention` matters to qwen4exp."""
+    assert config.n_mtp
+    if isinstance(config, Qwen4ExpConfig):
+        return StreamMtpBlock(config, convention)
+    return Qwen35MtpBlock(config)
 
 
 def architecture_of(file: GgufFile) -> tuple[str, Architecture]:

@@ -184,6 +184,51 @@ class Feeder(Protocol):
         """End what was begun and free everything."""
 
 
+class MtpBlock(Protocol):
+    """A layer behind the trunk that proposes tokens, with a cache of its own.
+
+    A pair is the embedding of a token and the trunk's hidden row in front of that token.
+    """
+
+    @property
+    def first_token(self) -> int:
+        """The first token that has a pair; the hidden row in front of token 0 is zeros."""
+
+    @property
+    def shift(self) -> int:
+        """The pair of the token at position p stands at position and in cache row p - shift."""
+
+    def tensors(self, file: GgufFile) -> list[TensorSpec]:
+        """Its tensors, beyond those of the trunk."""
+
+    def state(self, n_cells: int, type_k: ElementType, type_v: ElementType) -> tuple[StateTensor, ...]:
+        """Its cache, with room for `n_cells` pairs."""
+
+    def form(self, n_past: int, n_tokens: int, n_kv: int) -> str:
+        """As `Architecture.form`, for the block's own cache."""
+
+    def extra_inputs(self, max_rows: int, n_cells: int) -> InputSizes:
+        """As `Architecture.extra_inputs`: up to `max_rows` pairs are injected, one at a time is drafted."""
+
+    def fill_inputs(
+        self, arrays: Mapping[str, npt.NDArray[Any]], key: GraphKey, n_past: int, n_cells: int
+    ) -> Mapping[str, int]:
+        """As `Feeder.fill`, for pairs whose first stands in the cache row `n_past`."""
+
+    def embed(self, g: GraphBuilder, weights: LoadedWeights, tokens: Tensor) -> Tensor:
+        """Embedding rows F32 [n_embd, n]."""
+
+    def inject(
+        self, g: GraphBuilder, weights: LoadedWeights, state: State, hidden: Tensor, step: Step
+    ) -> None:
+        """Write into the cache what pairs leave there: `step.embeddings` and `hidden` [hidden_width, n]."""
+
+    def draft(
+        self, g: GraphBuilder, weights: LoadedWeights, state: State, hidden: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """Run pairs: logits [n_vocab, n], and the hidden rows that the pairs of drafted tokens read."""
+
+
 class Architecture(Protocol):
     """One family of models. Stateless; one instance serves every model of the family."""
 

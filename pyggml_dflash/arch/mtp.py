@@ -7,11 +7,16 @@ position 1: there is no state before the first token.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pyggml_dflash.arch.base import GraphKey, Step
+import numpy.typing as npt
+
+from pyggml_dflash.arch.base import GraphKey, InputSizes, State, StateTensor, Step
 from pyggml_dflash.arch.blocks import KVView, experts, feed_forward, norm, project_qkv, rope_params
 from pyggml_dflash.arch.qwen35 import Qwen35Architecture, gated_attention
+from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
@@ -72,7 +77,7 @@ def build_mtp_inject(
 
 
 def build_mtp_step(
-    g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: dict[str, Tensor], rows: Tensor,
+    g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, rows: Tensor,
     hidden: Tensor, step: Step,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One pair through the block: (logits [n_vocab, n], the hidden rows that the next step reads)."""
@@ -90,17 +95,55 @@ def build_mtp_step(
     return g.mul_mat(weights[HEAD] if own_head is None else own_head, x), x
 
 
-def mtp_step(
-    g: GraphBuilder, n: int, n_kv: int, positions: Tensor, cells: Tensor, mask: Tensor, flash_attn: bool
-) -> Step:
-    """The inputs of `n` rows in the terms that attention understands."""
-    key = GraphKey(n_tokens=n, n_kv=n_kv, slot=0, output="all")
-    return Step(
-        key=key,
-        tokens=None,
-        embeddings=None,
-        positions=positions,
-        rows=cells,
-        mask=mask,
-        flash_attn=flash_attn,
-    )
+@dataclass(frozen=True, slots=True)
+class Qwen35MtpBlock:
+    """The block of a model with this configuration. Cache row 0 stays empty, as pairs start at position 1."""
+
+    config: ModelConfig
+    first_token: int = 1
+    shift: int = 0
+
+    def tensors(self, file: GgufFile) -> list[TensorSpec]:
+        """See `MtpBlock.tensors`."""
+        return mtp_tensors(self.config, file)
+
+    def state(self, n_cells: int, type_k: ElementType, type_v: ElementType) -> tuple[StateTensor, ...]:
+        """Keys and values."""
+        p, width = f"blk.{self.config.n_layer}.", self.config.kv_dim
+        return (
+            StateTensor(name=f"{p}k", type=type_k, shape=(width, n_cells), grows=True),
+            StateTensor(name=f"{p}v", type=type_v, shape=(width, n_cells), grows=True),
+        )
+
+    def form(self, n_past: int, n_tokens: int, n_kv: int) -> str:
+        """Always the same."""
+        return ""
+
+    def extra_inputs(self, max_rows: int, n_cells: int) -> InputSizes:
+        """None."""
+        return {}
+
+    def fill_inputs(
+        self, arrays: Mapping[str, npt.NDArray[Any]], key: GraphKey, n_past: int, n_cells: int
+    ) -> Mapping[str, int]:
+        """Nothing to fill."""
+        return {}
+
+    def embed(self, g: GraphBuilder, weights: LoadedWeights, tokens: Tensor) -> Tensor:
+        """From the block's own table or the target's."""
+        return mtp_embed(g, self.config, weights, tokens)
+
+    def inject(
+        self, g: GraphBuilder, weights: LoadedWeights, state: State, hidden: Tensor, step: Step
+    ) -> None:
+        """See `MtpBlock.inject`."""
+        assert step.embeddings is not None
+        cache = KVView.of(state, self.config.n_layer, mtp_config(self.config))
+        build_mtp_inject(g, self.config, weights, cache, step.embeddings, hidden, step.positions, step.rows)
+
+    def draft(
+        self, g: GraphBuilder, weights: LoadedWeights, state: State, hidden: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """See `MtpBlock.draft`."""
+        assert step.embeddings is not None
+        return build_mtp_step(g, self.config, weights, state, step.embeddings, hidden, step)

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
+from pyggml_dflash.arch import mtp_block_of
 from pyggml_dflash.arch.base import Architecture, Capture, StateUpdate
 from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
-from pyggml_dflash.arch.mtp import mtp_tensors
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.graphs import Forwards, Recording
@@ -71,14 +71,10 @@ def plan_speculation(
 def _plan_mtp(options: EngineOptions, file: GgufFile, config: ModelConfig) -> SpeculationPlan:
     if config.n_mtp == 0:
         raise UsageError(f"spec is 'mtp'; {file.path} has no MTP block: use 'auto' or 'off'")
-    if config.hidden_width != config.n_embd:
-        raise UnsupportedModelError(
-            f"{file.path}: MTP blocks of {config.architecture} cannot draft yet; use --spec off"
-        )
     if config.n_mtp > 1:
         raise UnsupportedModelError(f"{file.path}: {config.n_mtp} MTP blocks; one is supported")
     width = MTP_DRAFTS + 1 if options.spec_width is None else options.spec_width
-    tensors = tuple(mtp_tensors(config, file))
+    tensors = tuple(mtp_block_of(config, options.mtp_convention).tensors(file))
     return SpeculationPlan(kind="mtp", max_width=width, capture=Capture(hidden=True), target_tensors=tensors)
 
 
@@ -109,8 +105,9 @@ def make_drafter(
             raise UnsupportedModelError(
                 f"an MTP block with a table of its own ({own_table}) runs on the CPU only"
             )
+        block = mtp_block_of(forwards.model.config, options.mtp_convention)
         mtp = MtpDrafter(
-            backend, ledger, forwards, max_drafts=plan.max_width - 1, type_k=type_k, type_v=type_v
+            backend, ledger, forwards, block, max_drafts=plan.max_width - 1, type_k=type_k, type_v=type_v
         )
         stack.callback(mtp.close)
         return mtp

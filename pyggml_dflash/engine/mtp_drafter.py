@@ -10,9 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.arch.base import Capture
-from pyggml_dflash.arch.blocks import KVView
-from pyggml_dflash.arch.mtp import build_mtp_inject, build_mtp_step, mtp_config, mtp_embed, mtp_step
+from pyggml_dflash.arch.base import Capture, GraphKey, MtpBlock, Step
 from pyggml_dflash.engine.drafting import Proposal
 from pyggml_dflash.engine.graphs import Forwards, GraphCache
 from pyggml_dflash.engine.inputs import bucketed
@@ -40,6 +38,7 @@ class MtpDrafter:
         backend: Backend,
         ledger: Ledger,
         forwards: Forwards,
+        block: MtpBlock,
         *,
         max_drafts: int,
         type_k: ElementType,
@@ -47,18 +46,15 @@ class MtpDrafter:
     ) -> None:
         self._backend, self._forwards, self.max_drafts = backend, forwards, max_drafts
         self.capture = Capture(hidden=True)
-        self._config = forwards.model.config
-        self._block = mtp_config(self._config)
+        self._config, self._block = forwards.model.config, block
         config, n_cells = self._config, bucketed(forwards.n_ctx + max_drafts)
+        state, extra = block.state(n_cells, type_k, type_v), block.extra_inputs(INJECT_ROWS, n_cells)
+        self._n_cells = n_cells
         with ExitStack() as stack:
-            arena = TensorArena(backend, ledger, "draft cache", n_tensors=3)
+            arena = TensorArena(backend, ledger, "draft cache", n_tensors=len(state) + 1)
             stack.callback(arena.close)
-            p = f"blk.{config.n_layer}."
-            self._state = {
-                f"{p}k": arena.declare(f"{p}k", type_k, config.kv_dim, n_cells, 1),
-                f"{p}v": arena.declare(f"{p}v", type_v, config.kv_dim, n_cells, 1),
-            }
-            self._own = arena.declare("mtp.hidden", ElementType.F32, config.n_embd, 1)
+            self._state = {t.name: arena.declare(t.name, t.type, *t.shape, 1) for t in state}
+            self._own = arena.declare("mtp.hidden", ElementType.F32, config.hidden_width, 1)
             arena.allocate(zero=True)
             embedded = forwards.gather is not None
             self._inputs = InputArena(
@@ -71,8 +67,10 @@ class MtpDrafter:
                     "positions": (ElementType.I32, INJECT_ROWS),
                     "cells": (ElementType.I64, INJECT_ROWS),
                     "mask": (ElementType.F16, n_cells),
+                    **extra,
                 },
             )
+            self._extra = tuple(extra)
             stack.callback(self._inputs.close)
             self._cache = GraphCache(backend, ledger, "draft graphs")
             stack.callback(self._cache.close)
@@ -87,17 +85,21 @@ class MtpDrafter:
     def observe(self, tokens: Sequence[int], n_past: int) -> None:
         """Put keys and values of committed pairs into the block's cache; keep the last hidden row."""
         assert n_past == self._n_seen, "a gap in what the draft has seen"
-        first = 1 if n_past == 0 else 0  # the first token has no state before it
+        first = self._block.first_token if n_past == 0 else 0
         for start in range(first, len(tokens), INJECT_ROWS):
             n = min(INJECT_ROWS, len(tokens) - start)
-            self._fill(tokens[start : start + n], n_past + start)
+            self._fill(tokens[start : start + n], n_past + start, self._inject_key(n))
             self._cache.get(("inject", start, n), partial(self._build_inject, start, n)).run()
         n = len(tokens)
         self._cache.get(("carry", n), lambda: self._build_carry(n)).run()
         self._n_seen += n
 
-    def _fill(self, tokens: Sequence[int], first: int) -> None:
-        n, inputs = len(tokens), self._inputs
+    def _inject_key(self, n: int) -> GraphKey:
+        return GraphKey(n_tokens=n, n_kv=self._n_cells, slot=0, output="none")
+
+    def _fill(self, tokens: Sequence[int], first: int, key: GraphKey) -> None:
+        """Write the inputs of pairs whose tokens stand at positions from `first` on."""
+        n, inputs, first = len(tokens), self._inputs, first - self._block.shift
         if self._forwards.gather is None:
             inputs["tokens"].array[:n] = tokens
             inputs["tokens"].upload(0, n)
@@ -108,14 +110,19 @@ class MtpDrafter:
         for name in ("positions", "cells"):
             inputs[name].array[:n] = range(first, first + n)
             inputs[name].upload(0, n)
+        arrays = {name: inputs[name].array for name in self._extra}
+        for name, size in self._block.fill_inputs(arrays, key, first, self._n_cells).items():
+            inputs[name].upload(0, size)
 
     def _builder(self) -> GraphBuilder:
-        return GraphBuilder(512, lambda op: can_run(self._backend, op))
+        model = self._forwards.model
+        n_nodes = model.architecture.max_nodes(model.config) // model.config.n_layer + 256
+        return GraphBuilder(n_nodes, lambda op: can_run(self._backend, op))
 
     def _rows(self, g: GraphBuilder, n: int) -> Tensor:
         if self._forwards.gather is None:
             tokens = g.view(self._inputs["tokens"].tensor, (n,), (), 0)
-            return mtp_embed(g, self._config, self._forwards.model.weights, tokens)
+            return self._block.embed(g, self._forwards.model.weights, tokens)
         n_embd = self._config.n_embd
         return g.view(self._inputs["rows"].tensor, (n_embd, n), (4 * n_embd,), 0)
 
@@ -123,16 +130,24 @@ class MtpDrafter:
         hidden = self._forwards.record["hidden"]
         return g.view(hidden, (hidden.shape[0], n), (hidden.strides[1],), start * hidden.strides[1])
 
-    def _positions(self, g: GraphBuilder, n: int) -> tuple[Tensor, Tensor]:
-        views = (g.view(self._inputs[name].tensor, (n,), (), 0) for name in ("positions", "cells"))
-        return next(views), next(views)
+    def _pairs(self, g: GraphBuilder, key: GraphKey) -> Step:
+        inputs, n = self._inputs, key.n_tokens
+        n_mask = key.n_kv if key.output == "all" else 1  # pairs that are only stored attend to nothing
+        return Step(
+            key=key,
+            tokens=None,
+            embeddings=self._rows(g, n),
+            positions=g.view(inputs["positions"].tensor, (n,), (), 0),
+            rows=g.view(inputs["cells"].tensor, (n,), (), 0),
+            mask=g.view(inputs["mask"].tensor, (n_mask, 1), (2 * n_mask,), 0),
+            flash_attn=self._forwards.model.flash_attn,
+            extra={name: inputs[name].tensor for name in self._extra},
+        )
 
     def _build_inject(self, start: int, n: int) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         g = self._builder()
-        positions, cells = self._positions(g, n)
-        cache = KVView.of(self._state, self._config.n_layer, self._block)
         weights, hidden = self._forwards.model.weights, self._recorded(g, start, n)
-        build_mtp_inject(g, self._config, weights, cache, self._rows(g, n), hidden, positions, cells)
+        self._block.inject(g, weights, self._state, hidden, self._pairs(g, self._inject_key(n)))
         return g, ()
 
     def _build_carry(self, n: int) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
@@ -158,25 +173,25 @@ class MtpDrafter:
         return Proposal(tuple(tokens), tuple(distributions) if drawn else None)
 
     def _step(self, token: int, position: int, *, own: bool) -> npt.NDArray[Any]:
-        n_kv = bucketed(position + 1)
-        self._fill((token,), position)
-        mask = self._inputs["mask"]
-        mask.array[0] = -np.inf
-        mask.array[1 : position + 1] = 0
-        mask.array[position + 1 : n_kv] = -np.inf
+        block, mask = self._block, self._inputs["mask"]
+        cell = position - block.shift
+        n_kv = bucketed(cell + 1)
+        key = GraphKey(n_tokens=1, n_kv=n_kv, slot=0, output="all", form=block.form(cell, 1, n_kv))
+        self._fill((token,), position, key)
+        first_cell = block.first_token - block.shift
+        mask.array[:first_cell] = -np.inf
+        mask.array[first_cell : cell + 1] = 0
+        mask.array[cell + 1 : n_kv] = -np.inf
         mask.upload(0, n_kv)
-        graph = self._cache.get(("step", n_kv, own), lambda: self._build_step(n_kv, own))
+        graph = self._cache.get(("step", key, own), lambda: self._build_step(key, own))
         logits: npt.NDArray[Any] = graph.run()[0][0]
         return logits
 
-    def _build_step(self, n_kv: int, own: bool) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+    def _build_step(self, key: GraphKey, own: bool) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         g = self._builder()
-        positions, cells = self._positions(g, 1)
-        mask = g.view(self._inputs["mask"].tensor, (n_kv, 1), (2 * n_kv,), 0)
-        step = mtp_step(g, 1, n_kv, positions, cells, mask, self._forwards.model.flash_attn)
         hidden = self._own if own else self._recorded(g, 0, 1)
         weights = self._forwards.model.weights
-        logits, after = build_mtp_step(g, self._config, weights, self._state, self._rows(g, 1), hidden, step)
+        logits, after = self._block.draft(g, weights, self._state, hidden, self._pairs(g, key))
         out = g.output(logits)
         g.expand(g.copy(after, self._own))
         return g, (out,)

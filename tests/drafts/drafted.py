@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyggml_dflash.arch import architecture_of
+from pyggml_dflash.arch import architecture_of, mtp_block_of
 from pyggml_dflash.arch.base import Capture, StateUpdate
 from pyggml_dflash.arch.dflash import BlockInputs, build_block
 from pyggml_dflash.arch.dflash_config import Causality, DraftConfig, draft_tensors, read_draft_config
-from pyggml_dflash.arch.mtp import mtp_tensors
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter, Proposal
 from pyggml_dflash.engine.graphs import Forwards, Model, Recording
@@ -31,6 +30,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import EMBEDDING, LoadedWeights, check_tensors, place_weights
+from pyggml_dflash.options import MtpConvention
 from pyggml_dflash.state.slot import Slot, SlotTable
 from tests.reference.opened import OnOff, on_the_cpu
 from tests.reference.stored import MODELS, Kind, model_file
@@ -118,7 +118,7 @@ def open_target(
         specs = architecture.tensors(config, file)
         known = {spec.name for spec in specs}
         if mtp:
-            specs = specs + [spec for spec in mtp_tensors(config, file) if spec.name not in known]
+            specs = specs + [spec for spec in mtp_block_of(config).tensors(file) if spec.name not in known]
         ledger, settings = Ledger(), settle(options, architecture, config)
         backend = Backend(choose_device("CPU"), threads=1)
         stack.callback(backend.close)
@@ -182,12 +182,18 @@ def rows_of(x: NDArray[Any]) -> Floats:
 
 @contextmanager
 def with_mtp(
-    target: Target, update: StateUpdate = "replay", *, max_drafts: int = MAX_WIDTH - 1, gather: bool = False
+    target: Target,
+    update: StateUpdate = "replay",
+    *,
+    max_drafts: int = MAX_WIDTH - 1,
+    gather: bool = False,
+    convention: MtpConvention = "all-streams",
 ) -> Iterator[Drafted]:
     """The target's own MTP block."""
+    block = mtp_block_of(target.config, convention)
     with target.recording(Capture(hidden=True), update, gather=gather) as forwards:
         drafter = MtpDrafter(
-            target.backend, target.ledger, forwards, max_drafts=max_drafts, type_k=F32, type_v=F32
+            target.backend, target.ledger, forwards, block, max_drafts=max_drafts, type_k=F32, type_v=F32
         )
         try:
             yield Drafted(target, forwards, drafter)

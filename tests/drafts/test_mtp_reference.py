@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from pyggml_dflash.engine.mtp_drafter import MtpDrafter
 from pyggml_dflash.ggml.arena import read
-from tests.drafts.drafted import Arrays, Drafted, Floats, arrays, open_target, rows_of, with_mtp
+from pyggml_dflash.options import MtpConvention
+from tests.drafts.drafted import Arrays, Drafted, Floats, Target, arrays, open_target, rows_of, with_mtp
+from tests.reference.qwen4exp import StreamReference
 from tests.reference.stored import model_file
 
 EXACT = 3e-3  # of logits with a standard deviation of 4; 2e-4 was measured
+
+NAMES = ("qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
 
 ROUNDING = 3e-4  # rows one by one or several at a time; 5e-5 was measured
 
@@ -52,7 +58,11 @@ class Run:
 
 @pytest.fixture(
     scope="module",
-    params=[(name, flash) for name in ("qwen35-tiny", "qwen35moe-tiny") for flash in ("off", "on")],
+    params=[
+        (name, flash)
+        for name in ("qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
+        for flash in ("off", "on")
+    ],
     ids=lambda p: f"{p[0]}-flash_{p[1]}",
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
@@ -60,7 +70,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     path = model_file(name, "F32", tmp_path_factory.mktemp("models"))
     with ExitStack() as stack:
         target = stack.enter_context(open_target(path, flash_attn=flash_attn, mtp=True))
-        yield Run(stack.enter_context(with_mtp(target)), arrays(name))
+        # The stored numbers of qwen4exp are those of streams that are normalised each on its own.
+        yield Run(stack.enter_context(with_mtp(target, convention="per-stream")), arrays(name))
 
 
 PIECES = pytest.mark.parametrize("piece", [1, 7, 32, 64])
@@ -112,7 +123,7 @@ def test_a_shorter_chain_is_the_beginning_of_a_longer_one(run: Run) -> None:
 
 
 def test_embedding_rows_from_outside_the_graph_are_the_same(run: Run) -> None:
-    with with_mtp(run.drafted.target, gather=True) as drafted:
+    with with_mtp(run.drafted.target, gather=True, convention="per-stream") as drafted:
         drafted.begin()
         drafted.feed(run.tokens)
         expected = tuple(run.z["m_chain_tokens"].tolist())
@@ -139,3 +150,40 @@ def test_rejected_rows_leave_no_trace_in_the_block(run: Run) -> None:
         run.drafted.feed(text[n_past : n_past + keep])
         n_past += keep
         np.testing.assert_allclose(logits, run.step(text[n_past])[0], rtol=0, atol=ROUNDING)
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    path = model_file("qwen4exp-tiny", "F32", tmp_path_factory.mktemp("models"))
+    with open_target(path, mtp=True) as target:
+        yield target
+
+
+@PIECES
+def test_with_llama_cpps_convention_its_drivers_numbers_come_out(streams: Target, piece: int) -> None:
+    z = arrays("qwen4exp-tiny")
+    with with_mtp(streams, convention="llama.cpp") as drafted:
+        run = Run(drafted, z)
+        for k, logits in zip(z["m_pos"].tolist(), z["m_zero0_logits"], strict=True):
+            run.fed(k + 1, piece)
+            token = run.tokens[k + 1] if k + 1 < len(run.tokens) else run.next_token
+            np.testing.assert_allclose(run.step(token)[0], logits, rtol=0, atol=EXACT)
+        run.fed(len(run.tokens), piece)
+        expected = tuple(z["m_zero0_chain_tokens"].tolist())
+        assert drafted.propose(run.next_token, len(expected)).tokens == expected
+
+
+@pytest.mark.parametrize("convention", get_args(MtpConvention))
+@pytest.mark.parametrize("n", [2, 60, 150])  # pairs choose groups from the 72nd on
+def test_every_convention_computes_what_it_says(
+    streams: Target, tmp_path: Path, convention: MtpConvention, n: int
+) -> None:
+    text = arrays("qwen4exp-tiny")["p8_tokens"].tolist()[: n + 1]
+    reference = StreamReference(model_file("qwen4exp-tiny", "F32", tmp_path))
+    together, first = convention == "all-streams", 0 if convention == "llama.cpp" else 1
+    expected = reference.drafts(text, together=together, first=first)[-1]
+    with with_mtp(streams, convention=convention) as drafted:
+        drafted.begin()
+        drafted.feed(text[:-1], 7)
+        found, _ = Run(drafted, {}).step(text[-1])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=EXACT)

@@ -25,22 +25,55 @@ class StreamReference(Reference):
 
     def forward(self, tokens: list[int]) -> Result:
         """All tokens from the start of a sequence."""
+        x, gap = self.trunk(tokens)
+        return Result(self.read_out("output_hc_", x), gap, self.group_gap)
+
+    def trunk(self, tokens: list[int]) -> tuple[Array, Array]:
+        """The residual behind the last layer, and by how much the last chosen expert beat the next."""
         x = np.repeat(self.weights["token_embd.weight"][tokens][:, None], self.n_stream, axis=1)
         gap, self.group_gap = np.full((2, len(tokens)), np.inf)
         for i in range(self.n_layer):
-            block = f"blk.{i}."
             if i in self.ngram_layers:
-                x = x + self.ngrams(block, tokens, x)
-            h, worth = self.mixed(f"{block}hc_attn_", x)
-            y = self.delta_net(block, h) if self.is_recurrent(i) else self.sparse(block, i, h)
-            x = x + worth[:, :, None] * y[:, None]
-            h, worth = self.mixed(f"{block}hc_ffn_", x)
-            y, gaps = self.experts(block, h)
+                x = x + self.ngrams(f"blk.{i}.", tokens, x)
+            x, gaps = self.layer(i, x)
             gap = np.minimum(gap, gaps)
-            x = x + worth[:, :, None] * y[:, None]
-        h, _ = self.mixed("output_hc_", x)
+        return x, gap
+
+    def layer(self, i: int, x: Array) -> tuple[Array, Array]:
+        """The residual behind layer `i`, and the experts' gap."""
+        block = f"blk.{i}."
+        h, worth = self.mixed(f"{block}hc_attn_", x)
+        recurrent = i < self.n_layer and self.is_recurrent(i)
+        y = self.delta_net(block, h) if recurrent else self.sparse(block, i, h)
+        x = x + worth[:, :, None] * y[:, None]
+        h, worth = self.mixed(f"{block}hc_ffn_", x)
+        y, gap = self.experts(block, h)
+        return x + worth[:, :, None] * y[:, None], gap
+
+    def read_out(self, mixer: str, x: Array) -> Array:
+        """Logits of a residual."""
         head = self.weights.get("output.weight", self.weights["token_embd.weight"])
-        return Result(h @ head.T, gap, self.group_gap)
+        return np.asarray(self.mixed(mixer, x)[0] @ head.T)
+
+    def drafts(self, tokens: list[int], *, together: bool, first: int) -> Array:
+        """Logits of the MTP block's pairs of tokens from `first` on with the residual in front of each.
+
+        The residual is normalised over all streams together, or over each on its own.
+        """
+        x, _ = self.trunk(tokens)
+        before = np.concatenate([np.zeros_like(x[:1]), x])[first : len(tokens)]
+        block, n = f"blk.{self.n_layer}.nextn.", len(before)
+        gamma = self.weights[f"{block}hnorm.weight"].reshape(self.n_stream, -1)
+        if together:
+            h = rms(before.reshape(n, -1), gamma.reshape(-1), self.eps).reshape(before.shape)
+        else:
+            h = rms(before, gamma, self.eps)
+        e = rms(
+            self.weights["token_embd.weight"][tokens[first:]], self.weights[f"{block}enorm.weight"], self.eps
+        )
+        e = np.repeat(e[:, None], self.n_stream, axis=1)
+        x = self.linear(f"{block}eh_proj", np.concatenate([e, h], axis=2))
+        return self.read_out(f"{block}hc_head_", self.layer(self.n_layer, x)[0])
 
     def output_gate(self, z: Array) -> Array:
         """A plain gate, where others have silu."""

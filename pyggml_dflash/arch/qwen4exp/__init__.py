@@ -20,7 +20,7 @@ from pyggml_dflash.arch.base import (
     StateUpdate,
     Step,
 )
-from pyggml_dflash.arch.delta_net import commit_delta, delta_record, delta_specs, delta_state
+from pyggml_dflash.arch.delta_net import commit_delta, delta_record, delta_state
 from pyggml_dflash.arch.dense import kv_tensors
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig, read_config
 from pyggml_dflash.arch.qwen4exp.indexer import Span, attention_form, fill_index, index_inputs
@@ -28,14 +28,13 @@ from pyggml_dflash.arch.qwen4exp.ngram import NgramReader
 from pyggml_dflash.arch.qwen4exp.ple import commit_ple, ple_record, ple_specs, ple_state
 from pyggml_dflash.arch.qwen4exp.sparse import index_state
 from pyggml_dflash.arch.qwen4exp.streams import mixer_specs
-from pyggml_dflash.arch.qwen4exp.trunk import NGRAM_ROWS, build_trunk, form_of
-from pyggml_dflash.arch.qwen35 import attention_specs, expert_specs
+from pyggml_dflash.arch.qwen4exp.trunk import NGRAM_ROWS, build_trunk, form_of, layer_specs
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
-from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec, matrix, vector
+from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec
 
 NODES_PER_LAYER = 160
 
@@ -100,32 +99,8 @@ class Qwen4ExpArchitecture:
         if c.ngram is not None:
             specs += ple_specs(file, c.ngram, c.n_embd, c.n_stream)
         for i in range(c.n_layer):
-            specs += self.layer_tensors(file, f"blk.{i}.", c, recurrent=c.recurrent[i])
+            specs += layer_specs(file, i, c, recurrent=c.recurrent[i])
         return specs
-
-    def layer_tensors(
-        self, file: GgufFile, prefix: str, config: Qwen4ExpConfig, *, recurrent: bool
-    ) -> list[TensorSpec]:
-        """The tensors of one layer."""
-        return [
-            *mixer_specs(file, f"{prefix}hc_attn_", config),
-            *(delta_specs(prefix, config) if recurrent else self._attention_specs(file, prefix, config)),
-            *mixer_specs(file, f"{prefix}hc_ffn_", config),
-            *expert_specs(file, prefix, config),
-        ]
-
-    @staticmethod
-    def _attention_specs(file: GgufFile, prefix: str, config: Qwen4ExpConfig) -> list[TensorSpec]:
-        specs = attention_specs(file, prefix, config)
-        if config.ratios[int(prefix.split(".")[1])] == 0:
-            return specs
-        indexer = config.indexer
-        return [
-            *specs,
-            *matrix(f"{prefix}indexer.q_proj.weight", config.n_embd, indexer.n_head * indexer.head_dim),
-            *matrix(f"{prefix}indexer.k_proj.weight", config.n_embd, indexer.head_dim),
-            *(vector(f"{prefix}indexer.{x}_norm.weight", indexer.head_dim) for x in "qk"),
-        ]
 
     def state_layout(
         self, config: ModelConfig, n_ctx: int, type_k: ElementType, type_v: ElementType

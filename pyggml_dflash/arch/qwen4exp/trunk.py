@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pyggml_dflash.arch.base import GraphKey, State, Step
 from pyggml_dflash.arch.blocks import embed, experts, head, last_row
-from pyggml_dflash.arch.delta_net import gate_delta, run_delta
+from pyggml_dflash.arch.delta_net import delta_specs, gate_delta, run_delta
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
 from pyggml_dflash.arch.qwen4exp.indexer import AttentionForm
 from pyggml_dflash.arch.qwen4exp.ple import PleScan, ple, slot_history
 from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, IndexStep, SparseLayer
-from pyggml_dflash.arch.qwen4exp.streams import Mixed, feed_back, mix, mixer_weights, spread
-from pyggml_dflash.arch.qwen35 import gated_attention
+from pyggml_dflash.arch.qwen4exp.streams import Mixed, feed_back, mix, mixer_specs, mixer_weights, spread
+from pyggml_dflash.arch.qwen35 import attention_specs, expert_specs, gated_attention
+from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
-from pyggml_dflash.model.weights import LoadedWeights
+from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, matrix, vector
 
 NGRAM_ROWS = "ngram.rows"  # input: the rows of the n-gram table, F32 [width, n_tokens]
 
@@ -46,6 +47,24 @@ def build_trunk(
     x = mix(g, mixer_weights(weights, "output_hc_"), config, residual).x
     step.show("h_final", x)
     return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
+
+
+def layer_specs(file: GgufFile, layer: int, config: Qwen4ExpConfig, *, recurrent: bool) -> list[TensorSpec]:
+    """The tensors of one layer but for those of the n-grams."""
+    prefix, indexer = f"blk.{layer}.", config.indexer
+    mixer = delta_specs(prefix, config) if recurrent else attention_specs(file, prefix, config)
+    if not recurrent and config.ratios[layer]:
+        mixer += [
+            *matrix(f"{prefix}indexer.q_proj.weight", config.n_embd, indexer.n_head * indexer.head_dim),
+            *matrix(f"{prefix}indexer.k_proj.weight", config.n_embd, indexer.head_dim),
+            *(vector(f"{prefix}indexer.{x}_norm.weight", indexer.head_dim) for x in "qk"),
+        ]
+    return [
+        *mixer_specs(file, f"{prefix}hc_attn_", config),
+        *mixer,
+        *mixer_specs(file, f"{prefix}hc_ffn_", config),
+        *expert_specs(file, prefix, config),
+    ]
 
 
 def layer_end(
@@ -104,7 +123,7 @@ def form_of(key: GraphKey) -> AttentionForm:
     return "masked" if key.form == "masked" else "gathered" if key.form == "gathered" else "dense"
 
 
-def _attention(
+def attention(
     g: GraphBuilder,
     config: Qwen4ExpConfig,
     weights: LoadedWeights,
@@ -136,7 +155,7 @@ def _token_mixer(
     """A delta net or attention over x [D, M]: [D, M]."""
     w = weights.block(layer)
     if not config.recurrent[layer]:
-        return w.linear(g, "attn_output", _attention(g, config, weights, layer, x, state, step, index))
+        return w.linear(g, "attn_output", attention(g, config, weights, layer, x, state, step, index))
     scan = run_delta(g, config, w, layer, x, state, step)
     gate = g.sigmoid(w.linear(g, "attn_gate", x))
     return w.linear(g, "ssm_out", gate_delta(g, w, scan, gate, config.norm_eps))

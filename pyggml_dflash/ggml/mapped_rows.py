@@ -1,7 +1,7 @@
 """Rows of a tensor that stays in its mapped file: read here and there, never as a whole. Layer 1.
 
 Left alone, the system reads 128 KiB or more around every row and waits for each in turn. Here it is told not
-to, and is asked for all rows of a read before the first is touched: 32,768 rows of 90 bytes take 0.25 s from
+to, and is asked for all rows of a read before the first is touched: 32,768 rows of 90 bytes take 0.3 s from
 a cold disk where they took 1.8 s (local disk of a 2-core virtual machine).
 """
 

@@ -178,11 +178,10 @@ class Layer:
             return Ran(form, copies[0], None, None)
         return Ran(form, copies[0], copies[1], copies[2])
 
-    def run_all(self, x: Floats, chunk: int, *, slot: int = 1, n_past: int = 0) -> list[Ran]:
+    def run_all(self, x: Floats, chunk: int, *, slot: int = 1, n_past: int = 0, n_kv: int = 0) -> list[Ran]:
         """Rows x in forwards of `chunk` rows."""
-        return [
-            self.run(x[start : start + chunk], n_past + start, slot=slot) for start in range(0, len(x), chunk)
-        ]
+        starts = range(0, len(x), chunk)
+        return [self.run(x[i : i + chunk], n_past + i, slot=slot, n_kv=n_kv) for i in starts]
 
     def _fill(self, x: Floats, n_past: int, n_kv: int, slot: int, form: AttentionForm) -> None:
         n, inputs, first = len(x), self.inputs, self.sizes.first_position

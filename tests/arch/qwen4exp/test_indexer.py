@@ -136,7 +136,7 @@ def test_a_gathered_row_sees_its_chosen_groups_and_its_tail(drawn: tuple[Indexer
 def test_everything_is_attended_to_while_no_group_has_to_be_left_out() -> None:
     assert REAL.dense_limit == 2051
     at = {n: attention_form(REAL, n_past=n - 1, n_tokens=1, n_kv=2304) for n in (1, 2048, 2051, 2052)}
-    assert at == {1: "dense", 2048: "dense", 2051: "dense", 2052: "gathered"}
+    assert at == {1: "dense", 2048: "dense", 2051: "dense", 2052: "masked"}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,12 @@ def test_everything_is_attended_to_while_no_group_has_to_be_left_out() -> None:
     ],
 )
 def test_few_rows_that_all_choose_are_gathered(n_past: int, n_tokens: int, form: AttentionForm) -> None:
-    assert attention_form(REAL, n_past=n_past, n_tokens=n_tokens, n_kv=4096) == form
+    assert attention_form(REAL, n_past=n_past, n_tokens=n_tokens, n_kv=16384) == form
+
+
+def test_rows_are_gathered_from_large_caches_only() -> None:
+    forms = {n_kv: attention_form(REAL, n_past=n_kv - 9, n_tokens=1, n_kv=n_kv) for n_kv in (16128, 16384)}
+    assert forms == {16128: "masked", 16384: "gathered"}
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

@@ -65,8 +65,8 @@ def test_a_layer_computes_its_definition_for_any_chunk(chunk: int, flash_attn: b
     weights, x = random_weights(sizes), random_rows(sizes, N)
     with open_layer(sizes, weights, flash_attn=flash_attn) as layer:
         forms = check(layer.run_all(x, chunk), sparse_attention(weights, x, sizes), sizes)
-    wanted = {1: {"dense", "gathered"}, 3: {"dense", "masked", "gathered"}, 64: {"dense", "masked"}}
-    assert forms == wanted.get(chunk, {"masked"})
+    few = {"dense", "masked", "gathered"}
+    assert forms == {1: few, 3: few, 64: {"dense", "masked"}, N: {"masked"}}[chunk]
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -75,10 +75,12 @@ def test_a_layer_of_any_sizes_computes_its_definition(sizes: Sizes) -> None:
     expected = sparse_attention(weights, x, sizes)
     with open_layer(sizes, weights) as layer:
         check(layer.run_all(x, 100), expected, sizes)
-        layer.fill_state(8)
         start = N - 25
-        layer.run(x[:start], 0)
-        check(layer.run_all(x[start:], 5, n_past=start), expected, sizes, start)
+        for form in ("masked", "gathered"):
+            layer.fill_state(8)
+            layer.run(x[:start], 0)
+            ran = [layer.run(x[i : i + 5], i, form=form) for i in range(start, N, 5)]
+            check(ran, expected, sizes, start)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 8, 9])
@@ -89,9 +91,11 @@ def test_rows_around_the_dense_limit_see_what_they_should(n_tokens: int) -> None
     expected = sparse_attention(weights, x, sizes)
     with open_layer(sizes, weights) as layer:
         for n_past in range(limit - 9, limit + 2):
-            layer.fill_state(n_past)
-            layer.run(x[:n_past], 0)
-            check([layer.run(x[n_past : n_past + n_tokens], n_past)], expected, sizes, n_past)
+            for n_kv in (256, 512):  # behind the limit these are masked and gathered
+                layer.fill_state(n_past)
+                layer.run(x[:n_past], 0)
+                ran = layer.run(x[n_past : n_past + n_tokens], n_past, n_kv=n_kv)
+                check([ran], expected, sizes, n_past)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3, 8])
@@ -158,7 +162,7 @@ def taken_back(layer: Layer, x: Floats, other: Floats, n_past: int, n_keep: int)
     """Outputs behind a forward of `other` rows of which only the first `n_keep`, which are x's, stay."""
     layer.run(x[:n_past], 0)
     layer.run(np.concatenate([x[n_past : n_past + n_keep], other]), n_past)
-    return outputs(layer.run_all(x[n_past + n_keep :], 4, n_past=n_past + n_keep))
+    return outputs(layer.run_all(x[n_past + n_keep :], 4, n_past=n_past + n_keep, n_kv=512))
 
 
 @pytest.mark.parametrize("n_drafts", [1, 9, MAX_TAKEN_BACK])
@@ -192,9 +196,10 @@ def test_a_full_cache_ends_with_a_group_and_no_tail(chunk: int) -> None:
     weights, x = random_weights(sizes), random_rows(sizes, 256)
     start = 0 if chunk == 256 else 240
     with open_layer(sizes, weights, n_ctx=256) as layer:
-        layer.run(x[:240], 0)
-        ran = layer.run_all(x[start:], chunk, n_past=start)
-    check(ran, sparse_attention(weights, x, sizes), sizes, start)
+        for form in ("masked", "gathered")[: 2 if chunk < 256 else 1]:
+            layer.run(x[:240], 0)
+            ran = [layer.run(x[i : i + chunk], i, form=form) for i in range(start, 256, chunk)]
+            check(ran, sparse_attention(weights, x, sizes), sizes, start)
 
 
 def test_positions_may_begin_behind_the_first_row() -> None:
@@ -210,7 +215,6 @@ def test_threads_share_the_work_of_a_forward() -> None:
     expected = sparse_attention(weights, x, sizes)
     with open_layer(sizes, weights, threads=2) as layer:
         check(layer.run_all(x, 64), expected, sizes)
-        layer.run(x[: N - 9], 0)
         check(layer.run_all(x[N - 9 :], 3, n_past=N - 9), expected, sizes, N - 9)
 
 

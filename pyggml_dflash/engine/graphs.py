@@ -197,6 +197,7 @@ class Forwards:
         array is a copy.
         """
         n, n_past = len(tokens), slot.n_past
+        slot.writes(n)
         key = GraphKey(n_tokens=n, n_kv=bucketed(n_past + n), slot=slot.id, output=output, capture=capture)
         self._fill(self._many, slot, tokens, key)
         graph = place(self._backend, *self._build(key, self._many), self._prefill)
@@ -209,6 +210,7 @@ class Forwards:
     def decode(self, slot: Slot, token: int, *, capture: bool = False) -> Logits:
         """Run one token behind what the slot has: logits F32 [n_vocab], overwritten by the next call."""
         n_past = slot.n_past
+        slot.writes(1)
         n_kv = (n_past // BUCKET + 1) * BUCKET
         key = GraphKey(n_tokens=1, n_kv=n_kv, slot=slot.id, output="last", capture=capture)
         graph = self._cache.get(key, lambda: self._build(key, self._one))
@@ -224,6 +226,7 @@ class Forwards:
         """
         assert self.recording is not None
         n, n_past = len(tokens), slot.n_past
+        slot.writes(n)
         key = GraphKey(
             n_tokens=n,
             n_kv=bucketed(n_past + n),

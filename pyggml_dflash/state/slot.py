@@ -18,15 +18,20 @@ from pyggml_dflash.ggml.tensor import Tensor
 class Slot:
     """One sequence: `n_past` tokens are committed to its state."""
 
-    __slots__ = ("_table", "id", "n_past")
+    __slots__ = ("_n_written", "_table", "id", "n_past")
 
     def __init__(self, table: SlotTable, id: int) -> None:
         self._table, self.id, self.n_past = table, id, 0
+        self._n_written = 0  # positions that forwards wrote, committed or not
 
     def reset(self) -> None:
         """Forget the sequence: the next one starts as in a fresh process."""
-        self.n_past = 0
-        self._table.clear_recurrent(self.id)
+        self._table.clear(self.id, self._n_written)
+        self.n_past = self._n_written = 0
+
+    def writes(self, n_tokens: int) -> None:
+        """Note a forward of `n_tokens` rows behind `n_past`, before it runs."""
+        self._n_written = max(self._n_written, self.n_past + n_tokens)
 
     def commit(self, n_tokens: int) -> None:
         """Count `n_tokens` whose forward has completed."""
@@ -50,11 +55,17 @@ class SlotTable:
             self._stack = stack.pop_all()
         self.slots = tuple(Slot(self, i) for i in range(n_slots))
 
-    def clear_recurrent(self, slot: int) -> None:
-        """Zero the tensors of one slot that do not grow with the sequence."""
+    def clear(self, slot: int, n_positions: int) -> None:
+        """Zero one slot's recurrent tensors, and of the others what the first `n_positions` wrote.
+
+        A mask hides what is behind a sequence from it, but not NaN: zero times NaN is NaN.
+        """
         for t in self.layout.tensors:
-            if not t.grows:
-                zero(self.tensors[t.name], slot * t.n_bytes, t.n_bytes)
+            row = t.type.row_bytes(t.shape[0])
+            n_rows = t.n_bytes // row
+            n_used = -(-n_rows * n_positions // self.layout.n_ctx) if t.grows else n_rows
+            if n_used:
+                zero(self.tensors[t.name], slot * t.n_bytes, n_used * row)
 
     def close(self) -> None:
         """Free the state."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pyggml_dflash.arch.base import Capture
 from pyggml_dflash.arch.blocks import KVView
 from pyggml_dflash.arch.mtp import build_mtp_inject, build_mtp_step, mtp_config, mtp_embed, mtp_step
-from pyggml_dflash.engine.drafting import Proposal
+from pyggml_dflash.engine.drafting import Proposal, distribution
 from pyggml_dflash.engine.graphs import Forwards, GraphCache
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
@@ -80,13 +80,16 @@ class MtpDrafter:
         self._n_seen = 0
 
     def begin(self) -> None:
-        """Forget the sequence before."""
-        self._n_seen = 0
+        """Forget the sequence before; a mask would not hide NaN that it left."""
+        for x in self._state.values():
+            zero_tensor(x, 0, min(x.shape[1], self._n_seen + self.max_drafts) * x.strides[1])
         zero_tensor(self._forwards.record["hidden"])
+        self._n_seen = 0
 
     def observe(self, tokens: Sequence[int], n_past: int) -> None:
         """Put keys and values of committed pairs into the block's cache; keep the last hidden row."""
         assert n_past == self._n_seen, "a gap in what the draft has seen"
+        self._n_seen += len(tokens)
         first = 1 if n_past == 0 else 0  # the first token has no state before it
         for start in range(first, len(tokens), INJECT_ROWS):
             n = min(INJECT_ROWS, len(tokens) - start)
@@ -94,7 +97,6 @@ class MtpDrafter:
             self._cache.get(("inject", start, n), partial(self._build_inject, start, n)).run()
         n = len(tokens)
         self._cache.get(("carry", n), lambda: self._build_carry(n)).run()
-        self._n_seen += n
 
     def _fill(self, tokens: Sequence[int], first: int) -> None:
         n, inputs = len(tokens), self._inputs
@@ -150,10 +152,15 @@ class MtpDrafter:
             logits = self._step(token, n_past + i, own=i > 0)
             if drawn:
                 assert sampler is not None
-                distributions.append(sampler.probabilities(logits))
-                token = sampler.draw(distributions[-1])
+                q = distribution(logits, sampler)
+                if q is None:
+                    break
+                distributions.append(q)
+                token = sampler.draw(q)
             else:
                 token = int(np.argmax(logits))
+                if np.isnan(logits[token]):
+                    break
             tokens.append(token)
         return Proposal(tuple(tokens), tuple(distributions) if drawn else None)
 

@@ -19,7 +19,7 @@ from pyggml_dflash.engine.sampling import Sampler
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A token of the answer, and the logits F32 [n_vocab] it was chosen from.
+    """A token of the answer, and the logits F32 [n_vocab] it was chosen from, until the next forward.
 
     `lead`: how far its logit is above the second best; inf for a token that was drawn.
     """

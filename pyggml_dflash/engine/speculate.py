@@ -151,8 +151,8 @@ class Speculation:
         return reject(logits, proposal, self._sampler, self._ends)
 
     def _note_ties(self, run: list[Chosen]) -> None:
-        counters = self.counters
+        counters, greedy = self.counters, self._sampler.greedy
         for chosen in run:
             counters.n_tokens += 1
-            if chosen.lead < self._ties.bound(chosen.logits):
+            if greedy and chosen.lead < self._ties.bound(chosen.logits):
                 counters.near_ties.append(counters.n_tokens)

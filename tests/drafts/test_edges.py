@@ -16,6 +16,7 @@ from pyggml_dflash.engine.drafting import Proposal
 from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.gguf import TensorInfo
+from pyggml_dflash.options import KVType
 from tests.drafts.drafted import draft_file
 from tests.drafts.generated import Reader, assert_same, loaded_model, run, telling
 from tests.drafts.speculated import right_up_to
@@ -251,6 +252,27 @@ def test_answers_of_drawn_drafts_have_no_seed_that_repeats_them(pair: Pair) -> N
     assert drawn.seed is None
     plain = run(pair.plain, PROMPT, max_tokens=8, sampling={"temperature": 1.0})
     pair.compare(max_tokens=8, sampling={"temperature": 1.0, "seed": plain.seed})
+
+
+@pytest.mark.parametrize("cache", ["f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_of_any_type_serve_a_model_and_its_draft(
+    kind: str, cache: KVType, target: Path, folder: Path
+) -> None:
+    """Tokens are those of plain decoding up to a reported near tie; one word 48 times is a prompt too."""
+    caches: dict[str, Any] = {"cache_type_k": cache, "cache_type_v": cache, "flash_attn": "on"}
+    with ExitStack() as stack:
+        plain = stack.enter_context(loaded_model(target, spec="off", **caches))
+        options = {**spec_options(kind, folder), **caches}
+        drafting = stack.enter_context(loaded_model(target, spec_width=5, **options))
+        for prompt in (PROMPT, PROMPT[:3], [33] * 48):
+            expected = run(plain, prompt, max_tokens=N).tokens
+            with telling(drafting, right_up_to(3, [*prompt, *expected])):
+                found = run(drafting, prompt, max_tokens=N)
+            parting = [i for i in range(N) if found.tokens[i] != expected[i]]
+            assert found.speculation is not None
+            assert found.speculation.accepted > 0
+            assert not parting or parting[0] in found.speculation.near_ties
 
 
 NAN_AT = {

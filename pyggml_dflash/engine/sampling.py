@@ -101,10 +101,10 @@ class Sampler:
 
         Where nothing but ids that are never emitted changes the logits, one of these may be the second.
         """
-        if not self._options.greedy:
+        if not self.greedy:
             return math.inf
         x, best = logits, int(np.argmax(logits))
-        if self._options.changes_logits or (self._forbidden == best).any():
+        if not self._is_argmax or best in self._forbidden_set:
             x = self._adjusted(logits)
             best = int(np.argmax(x))
         second = max((part.max() for part in (x[:best], x[best + 1 :]) if len(part)), default=-math.inf)

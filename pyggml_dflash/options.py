@@ -133,7 +133,7 @@ class SamplingOptions:
     frequency_penalty: float = 0.0  # over the answer, per occurrence
     presence_penalty: float = 0.0  # over the answer, once per token seen
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    seed: int | None = None  # None: a fresh one per request, reported in the result
+    seed: int | None = None  # None: a fresh one per request, reported unless drafts are drawn with it
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0, 100)

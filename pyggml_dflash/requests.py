@@ -96,6 +96,8 @@ class SpeculationStats:
     draft_s: float
     verify_s: float
     rollback_s: float
+    # Places in the answer of greedy choices so close that plain decoding, which rounds otherwise, may differ.
+    near_ties: tuple[int, ...] = ()
 
     @property
     def acceptance_length(self) -> float:
@@ -112,7 +114,7 @@ class GenerationResult:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
-    seed: int | None = None  # the seed in force; None when greedy
+    seed: int | None = None  # gives the same answer again; None when greedy, and where drafts were drawn
     stop: str | None = None  # the stop string that ended the answer
     logprobs: tuple[TokenLogprob, ...] = ()
     speculation: SpeculationStats | None = None  # None: decoded plainly

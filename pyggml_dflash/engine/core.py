@@ -7,7 +7,7 @@ their creation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from typing import Final
 
@@ -79,12 +79,14 @@ class EngineCore:
         slot.commit(1)
         return logits
 
-    def speculation(self, sampler: Sampler, width: int | None) -> Speculation | None:
-        """What continues a sequence with drafts; None when the engine has no drafter."""
+    def speculation(
+        self, sampler: Sampler, width: int | None, ends: Set[int] = frozenset()
+    ) -> Speculation | None:
+        """What continues a sequence with drafts, up to one of `ends`; None when the engine has no drafter."""
         self._check_thread()
         if self._drafter is None:
             return None
-        return Speculation(self._forwards, self._drafter, sampler, width=width)
+        return Speculation(self._forwards, self._drafter, sampler, width=width, ends=ends)
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled = _never) -> Logits:
         """Teacher-forced logits F32 [n_tokens, n_vocab] in an idle slot; `Cancelled` when asked to stop."""

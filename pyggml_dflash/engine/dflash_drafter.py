@@ -23,11 +23,12 @@ from pyggml_dflash.arch.dflash import (
     max_nodes,
 )
 from pyggml_dflash.arch.dflash_config import DraftConfig
-from pyggml_dflash.engine.drafting import Proposal, ring_mask
+from pyggml_dflash.engine.drafting import Proposal, distribution, ring_mask
 from pyggml_dflash.engine.graphs import Forwards, GraphCache
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.ggml.arena import TensorArena
+from pyggml_dflash.ggml.arena import zero as zero_tensor
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.graph import InputArena, StepGraph
@@ -110,17 +111,21 @@ class DFlashDrafter:
         return sizes
 
     def begin(self) -> None:
-        """Forget the sequence before."""
+        """Forget the sequence before; a mask would not hide NaN that it left."""
+        n_used = self._n_seen + self.config.block_size
+        for ring, cache in zip(self._rings, self._caches, strict=True):
+            for x in (cache.k, cache.v):
+                zero_tensor(x, 0, min(ring.n_cells, n_used) * x.strides[1])
         self._n_seen = 0
 
     def observe(self, tokens: Sequence[int], n_past: int) -> None:
         """Put keys and values of committed rows into the draft's cache."""
         assert n_past == self._n_seen, "a gap in what the draft has seen"
+        self._n_seen += len(tokens)
         for start in range(0, len(tokens), INJECT_ROWS):
             n = min(INJECT_ROWS, len(tokens) - start)
             self._set_positions(n_past + start, n)
             self._cache.get(("inject", start, n), partial(self._build_inject, start, n)).run()
-        self._n_seen += len(tokens)
 
     def _set_positions(self, first: int, n: int) -> None:
         positions = np.arange(first, first + n)
@@ -175,7 +180,7 @@ class DFlashDrafter:
             mask.upload(0, block * n_kv)
         outputs = graph.run()
         if want == "best":
-            return Proposal(tuple(int(t) for t in outputs[0][:n_drafts, 0]))
+            return best_rows(outputs[0].reshape(-1)[:n_drafts], outputs[1].reshape(-1)[:n_drafts])
         if want == "logits":
             assert sampler is not None
             return draw_rows(outputs[0][:n_drafts], sampler)
@@ -227,7 +232,9 @@ class DFlashDrafter:
         if want == "logits":
             return g, (g.output(logits),)
         if want == "best":
-            return g, (g.output(g.best_k(logits, 1)),)
+            ids = g.best_k(logits, 1)
+            values = g.get_rows(g.reshape(logits, 1, logits.shape[0], logits.shape[1]), ids)
+            return g, (g.output(ids), g.output(values))
         anchor = inputs["anchor"].tensor
         ids, scores = build_candidates(g, config, self._weights, hidden, logits, anchor)
         return g, (g.output(ids), g.output(scores))
@@ -237,11 +244,19 @@ class DFlashDrafter:
         self._stack.close()
 
 
+def best_rows(ids: npt.NDArray[Any], values: npt.NDArray[Any]) -> Proposal:
+    """The best token of each row I32 [rows], up to the first whose logit F32 [rows] is NaN."""
+    unusable = np.flatnonzero(np.isnan(values))
+    return Proposal(tuple(int(t) for t in ids[: unusable[0] if len(unusable) else None]))
+
+
 def draw_rows(logits: npt.NDArray[Any], sampler: Sampler) -> Proposal:
     """Draw one token per row of F32 [rows, n_vocab], each from its own distribution."""
     tokens, distributions = [], []
     for row in logits:
-        q = sampler.probabilities(row)
+        q = distribution(row, sampler)
+        if q is None:
+            break
         tokens.append(sampler.draw(q))
         distributions.append(q)
     return Proposal(tuple(tokens), tuple(distributions))
@@ -257,13 +272,16 @@ def walk(ids: npt.NDArray[Any], scores: npt.NDArray[Any], sampler: Sampler | Non
     before = 0
     for row, pairs in zip(ids, scores, strict=True):
         following = pairs[before].astype(np.float64)
+        best = following.max()
+        if not np.isfinite(best):
+            break
         if sampler is None:
             before = int(np.argmax(following))
         else:
-            weights = np.exp((following - following.max()) / sampler.temperature)
-            q = np.zeros(n_vocab)
-            q[row] = weights / weights.sum()
-            before = int(np.flatnonzero(row == sampler.draw(q))[0])
-            distributions.append(q)
+            with np.errstate(over="ignore"):  # a tiny temperature takes the distance to -inf: weight 0
+                weights = np.exp((following - best) / sampler.temperature)
+            before = sampler.draw(weights)
+            distributions.append(np.zeros(n_vocab))
+            distributions[-1][row] = weights / weights.sum()
         tokens.append(int(row[before]))
     return Proposal(tuple(tokens), tuple(distributions) if sampler is not None else None)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture
 from pyggml_dflash.engine.sampling import Sampler
+from pyggml_dflash.errors import BackendError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,21 @@ class Drafter(Protocol):
     def propose(self, anchor: int, n_past: int, n_drafts: int, sampler: Sampler | None) -> Proposal:
         """Up to `n_drafts` tokens behind `anchor`, which stands at position `n_past`.
 
-        With a sampler the tokens are drawn from distributions that are returned; without, the best.
+        With a sampler the tokens are drawn from distributions that are returned; without, the best. A
+        proposal ends before the first row whose logits are no numbers. Whether a row is proposed depends
+        on the rows before it and on its distribution, never on the token drawn there.
         """
 
     def close(self) -> None:
         """Free everything."""
+
+
+def distribution(logits: npt.NDArray[Any], sampler: Sampler) -> npt.NDArray[np.float64] | None:
+    """What a row's token is drawn from, float64 [n_vocab]; None where no choice can be made, as among NaN."""
+    try:
+        return sampler.probabilities(logits)
+    except BackendError:
+        return None
 
 
 def ring_mask(

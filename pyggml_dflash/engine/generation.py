@@ -109,7 +109,7 @@ class Generation:
     def _decode(self, caller: Caller, logits: Logits) -> FinishReason:
         core, sampler, slot = self._core, self._sampler, self._core.slots[0]
         decode, pick = core.decode, sampler.pick
-        self._speculation = core.speculation(sampler, self._spec_width)
+        self._speculation = core.speculation(sampler, self._spec_width, self._stop_ids)
         if self._speculation is not None:
             return self._decode_runs(caller, logits, self._speculation)
         while True:
@@ -123,12 +123,15 @@ class Generation:
             logits = decode(slot, token)
 
     def _decode_runs(self, caller: Caller, logits: Logits, speculation: Speculation) -> FinishReason:
+        if caller.cancelled:
+            return "cancelled"
         token = self._sampler.pick(logits)
         self._sampler.accept(token)
         reason = self._take(caller, token, logits)
         if reason is not None:
             return reason
-        for run in speculation.runs(self._core.slots[0], token, self._core.n_ctx):
+        core, limit = self._core, self._limit - 1
+        for run in speculation.runs(core.slots[0], token, core.n_ctx, limit=limit):
             for chosen in run:
                 reason = self._take(caller, chosen.token, chosen.logits)
                 if reason is not None:
@@ -154,13 +157,14 @@ class Generation:
         return "length" if len(self._tokens) >= self._limit else None
 
     def _result(self, reason: FinishReason, timings: Timings) -> GenerationResult:
+        repeatable = self._speculation is None or self._speculation.repeatable
         return GenerationResult(
             text=self._output.text,
             tokens=tuple(self._tokens),
             finish_reason=reason,
             usage=Usage(prompt_tokens=len(self._request.tokens), completion_tokens=len(self._tokens)),
             timings=timings,
-            seed=self._sampler.seed,
+            seed=self._sampler.seed if repeatable else None,
             stop=self._output.stopped,
             logprobs=tuple(self._logprobs),
             speculation=None if self._speculation is None else self._speculation.stats,

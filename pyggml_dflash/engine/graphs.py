@@ -165,6 +165,16 @@ class Forwards:
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
+    @property
+    def cache_types(self) -> frozenset[ElementType]:
+        """Element types of keys and values."""
+        return frozenset(t.type for t in self._slots.layout.tensors if t.grows)
+
+    @property
+    def is_host(self) -> bool:
+        """True if a CPU computes."""
+        return self._backend.is_host
+
     def _inputs(self, stack: ExitStack, max_rows: int) -> Inputs:
         embedded = self.gather is not None
         inputs = Inputs(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture, GraphKey, MtpBlock, Step
-from pyggml_dflash.engine.drafting import Proposal
+from pyggml_dflash.engine.drafting import Proposal, distribution
 from pyggml_dflash.engine.graphs import Forwards, GraphCache
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
@@ -78,13 +78,16 @@ class MtpDrafter:
         self._n_seen = 0
 
     def begin(self) -> None:
-        """Forget the sequence before."""
-        self._n_seen = 0
+        """Forget the sequence before; a mask would not hide NaN that it left."""
+        for x in self._state.values():
+            zero_tensor(x, 0, min(x.shape[1], self._n_seen + self.max_drafts) * x.strides[1])
         zero_tensor(self._forwards.record["hidden"])
+        self._n_seen = 0
 
     def observe(self, tokens: Sequence[int], n_past: int) -> None:
         """Put keys and values of committed pairs into the block's cache; keep the last hidden row."""
         assert n_past == self._n_seen, "a gap in what the draft has seen"
+        self._n_seen += len(tokens)
         first = self._block.first_token if n_past == 0 else 0
         for start in range(first, len(tokens), INJECT_ROWS):
             n = min(INJECT_ROWS, len(tokens) - start)
@@ -92,7 +95,6 @@ class MtpDrafter:
             self._cache.get(("inject", start, n), partial(self._build_inject, start, n)).run()
         n = len(tokens)
         self._cache.get(("carry", n), lambda: self._build_carry(n)).run()
-        self._n_seen += n
 
     def _inject_key(self, n: int) -> GraphKey:
         return GraphKey(n_tokens=n, n_kv=self._n_cells, slot=0, output="none")
@@ -165,10 +167,15 @@ class MtpDrafter:
             logits = self._step(token, n_past + i, own=i > 0)
             if drawn:
                 assert sampler is not None
-                distributions.append(sampler.probabilities(logits))
-                token = sampler.draw(distributions[-1])
+                q = distribution(logits, sampler)
+                if q is None:
+                    break
+                distributions.append(q)
+                token = sampler.draw(q)
             else:
                 token = int(np.argmax(logits))
+                if np.isnan(logits[token]):
+                    break
             tokens.append(token)
         return Proposal(tuple(tokens), tuple(distributions) if drawn else None)
 

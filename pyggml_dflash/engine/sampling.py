@@ -96,6 +96,20 @@ class Sampler:
         at = int(np.searchsorted(cdf, self._random.random() * cdf[-1], side="right"))
         return at if ids is None else int(ids[at])
 
+    def lead(self, logits: Logits) -> float:
+        """How far the token that `pick` would take is above the second best; inf when tokens are drawn.
+
+        Where nothing but ids that are never emitted changes the logits, one of these may be the second.
+        """
+        if not self.greedy:
+            return math.inf
+        x, best = logits, int(np.argmax(logits))
+        if not self._is_argmax or best in self._forbidden_set:
+            x = self._adjusted(logits)
+            best = int(np.argmax(x))
+        second = max((part.max() for part in (x[:best], x[best + 1 :]) if len(part)), default=-math.inf)
+        return 0.0 if second == x[best] else float(x[best] - second)
+
     def accept(self, token: int) -> None:
         """Count `token` as part of the answer, whoever chose it."""
         if not 0 <= token < self._n_vocab:
@@ -120,6 +134,11 @@ class Sampler:
         return self._options.greedy
 
     @property
+    def repeats(self) -> bool:
+        """True if the caller gave the seed, and so expects the tokens of that seed."""
+        return self._options.seed is not None
+
+    @property
     def temperature(self) -> float:
         """What logits are divided by; 0 when greedy."""
         return self._options.temperature
@@ -130,7 +149,7 @@ class Sampler:
         return self._seen is not None
 
     def draw(self, q: Floats) -> int:
-        """An id drawn from the distribution `q`, float64 [n_vocab]; moves the random stream by one number."""
+        """An index drawn with the weights `q`, float64; moves the random stream by one number."""
         cdf = np.cumsum(q)
         return int(np.searchsorted(cdf, self._random.random() * cdf[-1], side="right"))
 

@@ -1,21 +1,21 @@
 """Draft, verify, accept, take back: decoding several tokens with one target forward. Layer 6.
 
-The accepted stream is the target's own. Greedy, and under penalties: each row's token is picked as
-plain decoding would pick it, and drafts are kept while they agree with it. With temperature and
-nothing that depends on the answer: drafts are drawn, and each is kept with probability p/q, which
-leaves the target's distribution as it is.
+The accepted stream is the target's own. Greedy, under penalties, and with a seed that the caller gave:
+each row's token is picked as plain decoding would pick it, and drafts are kept while they agree with
+it. Otherwise drafts are drawn, and each is kept with probability p/q, which leaves the target's
+distribution as it is; more of them stay, but the tokens depend on how many were tried.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from pyggml_dflash.engine.acceptance import Chosen, match, reject
 from pyggml_dflash.engine.drafting import Drafter, Proposal
 from pyggml_dflash.engine.graphs import Forwards, Logits
+from pyggml_dflash.engine.near_tie import NearTies
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.requests import SpeculationStats
@@ -30,11 +30,13 @@ class Counters:
     n_plain: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_tokens: int = 0  # behind the first one, which follows the prompt
     draft_s: float = 0.0
     verify_s: float = 0.0
     rollback_s: float = 0.0
     tried_at: list[int] = field(default_factory=list)  # per depth: drafts verified there
     held_at: list[int] = field(default_factory=list)  # per depth: of those, accepted
+    near_ties: list[int] = field(default_factory=list)  # places in the answer
 
     def add(self, n_drafted: int, n_accepted: int) -> None:
         """Count a verify forward and what became of its drafts."""
@@ -49,41 +51,47 @@ class Counters:
             self.held_at[depth] += depth < n_accepted
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A token of the answer and the logits F32 [n_vocab] it was chosen from."""
-
-    token: int
-    logits: Logits
-
-
 class Speculation:
     """Continues one sequence: yields tokens in runs, each run from one target forward.
 
-    The slot's state always covers every token but the newest. The caller may stop at any token of a
-    run and need not take the rest.
+    The slot's state always covers every token of the runs but the newest. The caller may stop at any
+    token of a run; then the slot is ahead of what it took.
     """
 
     def __init__(
-        self, forwards: Forwards, drafter: Drafter, sampler: Sampler, *, width: int | None = None
+        self,
+        forwards: Forwards,
+        drafter: Drafter,
+        sampler: Sampler,
+        *,
+        width: int | None = None,
+        ends: Set[int] = frozenset(),
     ) -> None:
-        """`width`: rows of every verify forward; None lets measured cost and acceptance decide."""
+        """`width`: rows of every verify forward; None lets measured cost and acceptance decide.
+
+        `ends`: tokens behind which nothing is wanted; a run has none but as its last token.
+        """
         assert forwards.recording is not None
-        self._forwards, self._drafter, self._sampler = forwards, drafter, sampler
+        self._forwards, self._drafter, self._sampler, self._ends = forwards, drafter, sampler, ends
         self._fixed = width
         self._max_width = min(forwards.recording.max_width, drafter.max_drafts + 1)
         self._control = VerifyWidth(self._max_width)
-        self._rejects = not sampler.greedy and not sampler.depends_on_answer
+        self.repeatable = sampler.greedy or sampler.depends_on_answer or sampler.repeats
+        self._ties = NearTies(forwards)
         self.counters = Counters()
 
-    def runs(self, slot: Slot, anchor: int, n_ctx: int) -> Iterator[list[Chosen]]:
-        """Runs of tokens behind `anchor`, the newest token, until the context is full."""
-        while slot.n_past < n_ctx:
-            room = min(self._max_width, n_ctx - slot.n_past)
+    def runs(
+        self, slot: Slot, anchor: int, n_ctx: int, *, limit: int | None = None
+    ) -> Iterator[list[Chosen]]:
+        """Runs of at most `limit` tokens in all behind `anchor`, the newest token, while there is context."""
+        end = n_ctx if limit is None else min(n_ctx, slot.n_past + limit)
+        while slot.n_past < end:
+            room = min(self._max_width, end - slot.n_past)
             width = min(room, self._fixed) if self._fixed is not None else self._control.choose(room)
             started = time.perf_counter()
             run = self._plain(slot, anchor) if width < 2 else self._verified(slot, anchor, width)
             self._control.observe(width, len(run) - 1, time.perf_counter() - started)
+            self._note_ties(run)
             anchor = run[-1].token
             yield run
 
@@ -102,15 +110,8 @@ class Speculation:
             draft_s=c.draft_s,
             verify_s=c.verify_s,
             rollback_s=c.rollback_s,
+            near_ties=tuple(c.near_ties),
         )
-
-    def rehearse(self, slot: Slot, anchor: int, width: int) -> list[Chosen]:
-        """A verified run that is not committed: the slot stays where it is."""
-        proposal = self._drafter.propose(
-            anchor, slot.n_past, width - 1, self._sampler if self._rejects else None
-        )
-        logits = self._forwards.verify(slot, (anchor, *proposal.tokens))
-        return self._reject(logits, proposal) if self._rejects else self._match(logits, proposal.tokens)
 
     def _plain(self, slot: Slot, anchor: int) -> list[Chosen]:
         n_past = slot.n_past
@@ -118,55 +119,40 @@ class Speculation:
         slot.commit(1)
         self._drafter.observe((anchor,), n_past)
         self.counters.n_plain += 1
-        token = self._sampler.pick(logits)
-        self._sampler.accept(token)
-        return [Chosen(token, logits)]
+        return match(logits[None], (), self._sampler)
 
     def _verified(self, slot: Slot, anchor: int, width: int) -> list[Chosen]:
         counters, n_past = self.counters, slot.n_past
         t0 = time.perf_counter()
-        sampler = self._sampler if self._rejects else None
-        proposal = self._drafter.propose(anchor, n_past, width - 1, sampler)
-        rows = (anchor, *proposal.tokens)
+        proposal = self._drafter.propose(
+            anchor, n_past, width - 1, None if self.repeatable else self._sampler
+        )
         t1 = time.perf_counter()
+        counters.draft_s += t1 - t0
+        if not proposal.tokens:
+            return self._plain(slot, anchor)
+        rows = (anchor, *proposal.tokens)
         logits = self._forwards.verify(slot, rows)
         t2 = time.perf_counter()
-        run = self._reject(logits, proposal) if self._rejects else self._match(logits, proposal.tokens)
+        run = self._accept(logits, proposal)
         n_keep = len(run)
         self._forwards.commit(slot, width=len(rows), n_keep=n_keep)
         slot.commit(n_keep)
         self._drafter.observe(rows[:n_keep], n_past)
-        counters.draft_s += t1 - t0
         counters.verify_s += t2 - t1
         counters.rollback_s += time.perf_counter() - t2
-        counters.add(len(proposal.tokens), n_keep - 1)
+        ended = run[-1].token in self._ends  # what was drafted behind it was not looked at
+        counters.add(n_keep - 1 if ended else len(proposal.tokens), n_keep - 1)
         return run
 
-    def _match(self, logits: Logits, drafts: Sequence[int]) -> list[Chosen]:
-        run: list[Chosen] = []
-        for i, row in enumerate(logits):
-            token = self._sampler.pick(row)
-            self._sampler.accept(token)
-            run.append(Chosen(token, row))
-            if i == len(drafts) or token != drafts[i]:
-                break
-        return run
+    def _accept(self, logits: Logits, proposal: Proposal) -> list[Chosen]:
+        if self.repeatable:
+            return match(logits, proposal.tokens, self._sampler, self._ends)
+        return reject(logits, proposal, self._sampler, self._ends)
 
-    def _reject(self, logits: Logits, proposal: Proposal) -> list[Chosen]:
-        assert proposal.distributions is not None
-        run: list[Chosen] = []
-        for row, draft, q in zip(logits, proposal.tokens, proposal.distributions, strict=False):
-            p = self._sampler.probabilities(row)
-            if self._sampler.uniform() * q[draft] < p[draft]:
-                self._take(run, draft, row)
-                continue
-            rest = np.maximum(p - q, 0)
-            self._take(run, self._sampler.draw(rest if rest.sum() > 0 else p), row)
-            return run
-        last = logits[len(proposal.tokens)]
-        self._take(run, self._sampler.pick(last), last)
-        return run
-
-    def _take(self, run: list[Chosen], token: int, row: Logits) -> None:
-        self._sampler.accept(token)
-        run.append(Chosen(token, row))
+    def _note_ties(self, run: list[Chosen]) -> None:
+        counters, greedy = self.counters, self._sampler.greedy
+        for chosen in run:
+            counters.n_tokens += 1
+            if greedy and chosen.lead < self._ties.bound(chosen.logits):
+                counters.near_ties.append(counters.n_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError
@@ -190,6 +191,11 @@ class LoadedWeights:
                 if progress is not None:
                     progress(done, total)
             self.file.forget(p.source)
+
+    @cached_property
+    def types(self) -> frozenset[ElementType]:
+        """Element types of all tensors."""
+        return frozenset(tensor.type for tensor in self._tensors.values())
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -22,21 +22,23 @@ RECENT_TOKENS: Final = 8  # more than any n-gram that a model hashes
 class Slot:
     """One sequence: `n_past` tokens are committed to its state, the newest of them are `recent`."""
 
-    __slots__ = ("_offered", "_table", "id", "n_past", "recent")
+    __slots__ = ("_n_written", "_offered", "_table", "id", "n_past", "recent")
 
     def __init__(self, table: SlotTable, id: int) -> None:
         self._table, self.id, self.n_past = table, id, 0
         self.recent: tuple[int, ...] = ()
         self._offered: Sequence[int] = ()
+        self._n_written = 0  # positions that forwards wrote, committed or not
 
     def reset(self) -> None:
         """Forget the sequence: the next one starts as in a fresh process."""
-        self.n_past, self.recent, self._offered = 0, (), ()
-        self._table.clear_recurrent(self.id)
+        self._table.clear(self.id, self._n_written)
+        self.n_past, self.recent, self._offered, self._n_written = 0, (), (), 0
 
     def offer(self, tokens: Sequence[int]) -> None:
-        """Note the tokens of the forward that runs now; `commit` takes the first of them."""
+        """Note the tokens of the forward that runs next; `commit` takes the first of them."""
         self._offered = tokens
+        self._n_written = max(self._n_written, self.n_past + len(tokens))
 
     def commit(self, n_tokens: int) -> None:
         """Count the first `n_tokens` of the forward that has completed."""
@@ -62,11 +64,16 @@ class SlotTable:
             self._stack = stack.pop_all()
         self.slots = tuple(Slot(self, i) for i in range(n_slots))
 
-    def clear_recurrent(self, slot: int) -> None:
-        """Zero the tensors of one slot that do not grow with the sequence."""
+    def clear(self, slot: int, n_positions: int) -> None:
+        """Zero one slot's recurrent tensors, and of the others what the first `n_positions` wrote.
+
+        A mask hides what is behind a sequence from it, but not NaN: zero times NaN is NaN.
+        """
         for t in self.layout.tensors:
-            if not t.grows:
-                zero(self.tensors[t.name], slot * t.n_bytes, t.n_bytes)
+            n_used = -(-n_positions // t.positions_per_row) * t.type.row_bytes(t.shape[0])
+            n_bytes = n_used if t.grows else t.n_bytes
+            if n_bytes:
+                zero(self.tensors[t.name], slot * t.n_bytes, n_bytes)
 
     def close(self) -> None:
         """Free the state."""

@@ -30,7 +30,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import EMBEDDING, LoadedWeights, check_tensors, place_weights
-from pyggml_dflash.options import MtpConvention
+from pyggml_dflash.options import KVType, MtpConvention
 from pyggml_dflash.state.slot import Slot, SlotTable
 from tests.reference.opened import OnOff, on_the_cpu
 from tests.reference.stored import MODELS, Kind, model_file
@@ -107,10 +107,18 @@ class Target:
 
 @contextmanager
 def open_target(
-    path: Path, *, max_ctx: int = 768, flash_attn: OnOff = "off", mtp: bool = False, n_slots: int = 1
+    path: Path,
+    *,
+    max_ctx: int = 768,
+    flash_attn: OnOff = "off",
+    mtp: bool = False,
+    n_slots: int = 1,
+    cache: KVType = "f32",
 ) -> Iterator[Target]:
     """The model of a file, with its MTP block if asked for."""
-    options = on_the_cpu(path, max_ctx=max_ctx, chunk=CHUNK, flash_attn=flash_attn)
+    options = on_the_cpu(
+        path, max_ctx=max_ctx, chunk=CHUNK, flash_attn=flash_attn, cache_type_k=cache, cache_type_v=cache
+    )
     with ExitStack() as stack:
         file = stack.enter_context(GgufFile.open(path))
         name, architecture = architecture_of(file)
@@ -136,7 +144,7 @@ class Drafted:
 
     target: Target
     forwards: Forwards
-    drafter: DFlashDrafter | MtpDrafter
+    drafter: Drafter
 
     def begin(self) -> None:
         """Forget the sequence before."""
@@ -170,9 +178,8 @@ class Drafted:
 
     def propose(self, anchor: int, n_drafts: int | None = None) -> Proposal:
         """The greedy proposal behind what was fed."""
-        drafter: Drafter = self.drafter
-        n = drafter.max_drafts if n_drafts is None else n_drafts
-        return drafter.propose(anchor, self.target.slot.n_past, n, None)
+        n = self.drafter.max_drafts if n_drafts is None else n_drafts
+        return self.drafter.propose(anchor, self.target.slot.n_past, n, None)
 
 
 def rows_of(x: NDArray[Any]) -> Floats:
@@ -203,7 +210,13 @@ def with_mtp(
 
 @contextmanager
 def with_draft(
-    target: Target, path: Path, causality: Causality = "auto", *, chunk: int = CHUNK, gather: bool = False
+    target: Target,
+    path: Path,
+    causality: Causality = "auto",
+    *,
+    chunk: int = CHUNK,
+    gather: bool = False,
+    update: StateUpdate = "snapshots",
 ) -> Iterator[Drafted]:
     """A DFlash draft from a file."""
     with ExitStack() as stack:
@@ -214,7 +227,8 @@ def with_draft(
         weights = LoadedWeights(file, placements, target.backend, target.ledger)
         stack.callback(weights.close)
         capture = Capture(layers=config.target_layers)
-        forwards = stack.enter_context(target.recording(capture, chunk=chunk, gather=gather))
+        recording = target.recording(capture, update, chunk=chunk, gather=gather)
+        forwards = stack.enter_context(recording)
         drafter = DFlashDrafter(target.backend, target.ledger, config, weights, forwards, F32, F32)
         stack.callback(drafter.close)
         yield Drafted(target, forwards, drafter)

@@ -1,13 +1,15 @@
 """After a verify forward of any width and a commit of any of its first rows, nothing tells that more was run.
 
-One row and many are summed in another order, so a run that never drafted differs by rounding; the two ways to
-take rows back do not differ at all on the CPU.
+With weights of 8 bits one row and many come out the same, and so does everything behind a rollback, bit by
+bit. In single precision they are summed in another order, so a run that never drafted differs by rounding.
+The two ways to take rows back do not differ at all on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +23,8 @@ from pyggml_dflash.state.slot import Slot
 from tests.drafts.drafted import MAX_WIDTH, Floats, Target, arrays, open_target
 from tests.reference.stored import model_file
 
-# Of logits with a standard deviation of 4; 1.4e-5, 2.6e-5, 6.4e-5, 9.2e-5 and 5.5e-6 were measured.
-ROUNDING = {
-    "llama-tiny": 1e-4,
-    "qwen3-tiny": 1e-4,
-    "qwen35-tiny": 2e-4,
-    "qwen35moe-tiny": 3e-4,
-    "qwen4exp-tiny": 1e-4,
-}
+ROUNDING = 1e-5  # of the largest logit; 5e-6 was measured
+MODELS = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
 UPDATES: tuple[StateUpdate, ...] = ("snapshots", "replay")
 HYBRIDS = ("qwen35-tiny", "qwen35moe-tiny")
 GARBAGE = (7, 200, 7, 7, 33, 2, 7)
@@ -40,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="module", params=list(ROUNDING))
+@pytest.fixture(scope="module", params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -91,10 +87,12 @@ def start(forwards: Forwards, slot: Slot, tokens: list[int]) -> None:
         slot.commit(len(part))
 
 
-def verify(forwards: Forwards, slot: Slot, text: list[int], width: int, keep: int) -> Floats:
-    """Verify `keep` right tokens and garbage behind them, and commit the right ones; their logits."""
+def verify(
+    forwards: Forwards, slot: Slot, text: list[int], width: int, keep: int, behind: Sequence[int] = GARBAGE
+) -> Floats:
+    """Verify `keep` right tokens and others behind them, and commit the right ones; their logits."""
     right = text[slot.n_past : slot.n_past + keep]
-    logits = forwards.verify(slot, [*right, *GARBAGE][:width]).copy()
+    logits = forwards.verify(slot, [*right, *behind][:width]).copy()
     forwards.commit(slot, width=width, n_keep=keep)
     slot.commit(keep)
     return logits[:keep]
@@ -109,25 +107,27 @@ def decode(forwards: Forwards, slot: Slot, text: list[int], n: int, *, capture: 
     return np.array(found)
 
 
-def close_to(found: Floats, plain: Floats, n_past: int, bound: float) -> None:
+def close_to(found: Floats, plain: Floats, n_past: int) -> None:
     """Logits of the rows before `n_past` are those of the run that never drafted."""
-    np.testing.assert_allclose(found, plain[n_past - len(found) : n_past], rtol=0, atol=bound)
+    expected = plain[n_past - len(found) : n_past]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING * np.abs(plain).max())
 
 
 @pytest.mark.parametrize(("width", "keep"), CASES)
 def test_a_taken_back_row_never_was(
-    target: Target, name: str, text: list[int], plain: Floats, width: int, keep: int
+    target: Target, text: list[int], plain: Floats, width: int, keep: int
 ) -> None:
     slot, results = target.slot, []
     with both(target) as two:
-        for forwards in two:
+        for forwards, behind in product(two, (GARBAGE, text[30 + keep : 38])):
             start(forwards, slot, text[:30])
-            rows = verify(forwards, slot, text, width, keep)
+            rows = verify(forwards, slot, text, width, keep, behind)
             later = decode(forwards, slot, text, 3)
-            close_to(rows, plain, 30 + keep, ROUNDING[name])
-            close_to(later, plain, 33 + keep, ROUNDING[name])
+            close_to(rows, plain, 30 + keep)
+            close_to(later, plain, 33 + keep)
             results.append((rows, later, recurrent_bytes(target, slot)))
-    assert_equal(*results)
+    for other in results[1:]:
+        assert_equal(results[0], other)
 
 
 def assert_equal(first: tuple[Floats, Floats, bytes], second: tuple[Floats, Floats, bytes]) -> None:
@@ -148,7 +148,7 @@ def recurrent_bytes(target: Target, slot: Slot) -> bytes:
 
 @pytest.mark.parametrize("n_prompt", [1, 200, 254, 255, 256])
 def test_many_steps_in_a_row_end_where_plain_decoding_ends(
-    target: Target, name: str, text: list[int], plain: Floats, n_prompt: int
+    target: Target, text: list[int], plain: Floats, n_prompt: int
 ) -> None:
     """Every width and acceptance, from a prompt of one token on and over the 256th cache row."""
     slot, results = target.slot, []
@@ -156,32 +156,61 @@ def test_many_steps_in_a_row_end_where_plain_decoding_ends(
         for forwards in two:
             start(forwards, slot, text[:n_prompt])
             for width, keep in CASES[::3] if n_prompt > 200 else CASES:
-                close_to(verify(forwards, slot, text, width, keep), plain, slot.n_past, ROUNDING[name])
+                close_to(verify(forwards, slot, text, width, keep), plain, slot.n_past)
             assert n_prompt == 1 or slot.n_past > 256 + MAX_WIDTH
             later = decode(forwards, slot, text, 2)
-            close_to(later, plain, slot.n_past, ROUNDING[name])
+            close_to(later, plain, slot.n_past)
             results.append((later, later, recurrent_bytes(target, slot)))
     assert_equal(*results)
 
 
+@pytest.fixture(scope="module", params=[*MODELS[:1], *HYBRIDS])
+def whole_bits(request: pytest.FixtureRequest, folder: Path) -> Iterator[Target]:
+    """Models whose weights have 8 bits."""
+    with open_target(model_file(request.param, "Q8_0", folder), n_slots=1) as target:
+        yield target
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_taken_back_row_does_not_change_a_bit(whole_bits: Target, update: StateUpdate) -> None:
+    target, slot = whole_bits, whole_bits.slot
+    text = np.random.default_rng(3).integers(0, 600, 50).tolist()
+    with target.recording(capture_of(target), update) as forwards:
+        start(forwards, slot, text[:30])
+        expected, states = [], []
+        for _ in range(MAX_WIDTH + 4):
+            expected.append(decode(forwards, slot, text, 1)[0])
+            states.append(recurrent_bytes(target, slot))
+        start(forwards, slot, text[:30])
+        if not np.array_equal(verify(forwards, slot, text, MAX_WIDTH, MAX_WIDTH), expected[:MAX_WIDTH]):
+            pytest.skip("kernels of this CPU round otherwise for several rows than for one")
+        for width, keep in CASES:
+            start(forwards, slot, text[:30])
+            found = [*verify(forwards, slot, text, width, keep)]
+            assert recurrent_bytes(target, slot) == states[keep - 1]
+            found += [*decode(forwards, slot, text, 4)]
+            np.testing.assert_array_equal(found, expected[: keep + 4])
+            assert recurrent_bytes(target, slot) == states[keep + 3]
+
+
 @pytest.mark.parametrize("update", UPDATES)
 def test_steps_plain_decoding_and_prefill_may_take_turns(
-    target: Target, name: str, text: list[int], plain: Floats, update: StateUpdate
+    target: Target, text: list[int], plain: Floats, update: StateUpdate
 ) -> None:
     slot = target.slot
     with target.recording(capture_of(target), update) as forwards:
         start(forwards, slot, text[:235])
         for width, keep in ((8, 3), (2, 2), (8, 8), (1, 1), (5, 1), (3, 2)):
-            close_to(verify(forwards, slot, text, width, keep), plain, slot.n_past, ROUNDING[name])
-            close_to(decode(forwards, slot, text, 2, capture=True), plain, slot.n_past, ROUNDING[name])
-            close_to(decode(forwards, slot, text, 1), plain, slot.n_past, ROUNDING[name])
+            close_to(verify(forwards, slot, text, width, keep), plain, slot.n_past)
+            close_to(decode(forwards, slot, text, 2, capture=True), plain, slot.n_past)
+            close_to(decode(forwards, slot, text, 1), plain, slot.n_past)
         part = text[slot.n_past : slot.n_past + 9]
         logits = forwards.prefill(slot, part, "all", capture=True)
         assert logits is not None
         slot.commit(9)
-        close_to(logits, plain, slot.n_past, ROUNDING[name])
-        close_to(verify(forwards, slot, text, 6, 4), plain, slot.n_past, ROUNDING[name])
-        close_to(decode(forwards, slot, text, 1), plain, slot.n_past, ROUNDING[name])
+        close_to(logits, plain, slot.n_past)
+        close_to(verify(forwards, slot, text, 6, 4), plain, slot.n_past)
+        close_to(decode(forwards, slot, text, 1), plain, slot.n_past)
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -225,9 +254,7 @@ def test_steps_of_one_slot_leave_the_other_alone(
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_verify_records_what_a_prefill_records(
-    target: Target, name: str, text: list[int], update: StateUpdate
-) -> None:
+def test_verify_records_what_a_prefill_records(target: Target, text: list[int], update: StateUpdate) -> None:
     slot = target.slot
     with target.recording(capture_of(target), update) as forwards:
         start(forwards, slot, text[:40])
@@ -237,7 +264,8 @@ def test_verify_records_what_a_prefill_records(
         start(forwards, slot, text[:40])
         forwards.prefill(slot, text[40:46], "none", capture=True)
         for key, rows in record.items():
-            np.testing.assert_allclose(rows, recorded(forwards, key, 6), rtol=0, atol=ROUNDING[name])
+            expected = recorded(forwards, key, 6)
+            np.testing.assert_allclose(rows, expected, rtol=0, atol=ROUNDING * np.abs(expected).max())
         assert record
 
 

@@ -422,18 +422,22 @@ def test_weights_that_are_no_numbers_are_reported_or_harmless(
             assert "NaN" in outcome.message
 
 
-def test_a_model_that_computes_nan_leaves_the_engine_usable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_a_model_that_computes_nan_leaves_the_engine_usable(tmp_path: Path, flash_attn: str) -> None:
     def weights(spec: TensorSpec) -> Array:
         good = random_weights(spec)
         if spec.name == "token_embd.weight":
             good[7] = np.nan
         return good
 
-    with opened(written(tmp_path / "m.gguf", "llama", weights=weights), max_ctx=64) as engine:
+    path = written(tmp_path / "m.gguf", "llama", weights=weights)
+    with opened(path, max_ctx=64, flash_attn=flash_attn) as engine:
         alone = engine.generate([1, 2], max_tokens=4).tokens
-        for _ in range(2):
+        for n in (0, 40):  # what follows is longer and shorter than what failed
             with pytest.raises(BackendError, match="NaN"):
-                engine.generate([1, 7], max_tokens=4)
+                engine.generate([1, 7, *[3] * n], max_tokens=4)
+            assert engine.generate([1, 2], max_tokens=4).tokens == alone
+            assert np.isnan(engine.logits([1, 7, *[3] * n])).any()
             assert engine.generate([1, 2], max_tokens=4).tokens == alone
 
 

@@ -119,6 +119,16 @@ class GenerationResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrimStats:
+    """Trims of legacy scratch pools for one reason: 'prefill', 'idle' or 'allocation'."""
+
+    reason: str
+    n_trims: int = 0
+    released_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far a long phase has come; `done` reaches `total`."""
 

@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.engine.loader import DEFAULT_MODEL, EngineInfo, Loaded, load
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
+from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
 from pyggml_dflash.engine.loop import EngineThread, RequestHandle
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
 from pyggml_dflash.errors import UsageError

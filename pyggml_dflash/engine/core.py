@@ -16,6 +16,7 @@ import numpy as np
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.graphs import Forwards, Logits
+from pyggml_dflash.engine.prefill import PoolTrims
 from pyggml_dflash.engine.sampling import Sampler, logprobs_of
 from pyggml_dflash.engine.speculate import Speculation
 from pyggml_dflash.errors import Cancelled, ContextOverflowError
@@ -43,8 +44,10 @@ class EngineCore:
         n_ctx: int,
         stack: ExitStack,
         drafter: Drafter | None = None,
+        *,
+        trims: PoolTrims,
     ) -> None:
-        self._drafter = drafter
+        self._drafter, self.trims = drafter, trims
         self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
         self._thread = threading.get_ident()
         self.n_ctx, self.chunk = n_ctx, forwards.chunk
@@ -65,6 +68,8 @@ class EngineCore:
         if drafter is not None:
             drafter.observe(tokens, slot.n_past)
         slot.commit(len(tokens))
+        if not last:
+            self.trims.after_chunk(slot.n_past)
         return None if logits is None else logits[0]
 
     def decode(self, slot: Slot, token: int) -> Logits:
@@ -114,6 +119,7 @@ class EngineCore:
         n_rows = max(1, min(self.chunk, ALL_LOGITS_BYTES // (4 * self._forwards.model.config.n_vocab)))
         slot = self.slots[0]
         slot.reset()
+        self.trims.begin(0, len(tokens))
         for start in range(0, len(tokens), n_rows):
             if cancelled():
                 raise Cancelled("the call was cancelled")
@@ -121,6 +127,7 @@ class EngineCore:
             rows = self._forwards.prefill(slot, part, "all")
             assert rows is not None
             slot.commit(len(part))
+            self.trims.after_chunk(slot.n_past)
             yield start, rows
 
     def _check_thread(self) -> None:

@@ -11,7 +11,7 @@ from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_dr
 from pyggml_dflash.arch.mtp import mtp_tensors
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter
-from pyggml_dflash.engine.graphs import Forwards, Recording
+from pyggml_dflash.engine.graphs import Forwards, Recording, Relieve
 from pyggml_dflash.engine.mtp_drafter import MtpDrafter
 from pyggml_dflash.errors import UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.device import Backend
@@ -92,6 +92,9 @@ def make_drafter(
     ledger: Ledger,
     forwards: Forwards,
     stack: ExitStack,
+    *,
+    kept_bytes: int | None = None,
+    relieve: Relieve | None = None,
 ) -> Drafter:
     """Load what the plan names; `stack` frees it."""
     type_k, type_v = (ElementType[t.upper()] for t in (options.cache_type_k, options.cache_type_v))
@@ -102,14 +105,31 @@ def make_drafter(
                 f"an MTP block with a table of its own ({own_table}) runs on the CPU only"
             )
         mtp = MtpDrafter(
-            backend, ledger, forwards, max_drafts=plan.max_width - 1, type_k=type_k, type_v=type_v
+            backend,
+            ledger,
+            forwards,
+            max_drafts=plan.max_width - 1,
+            type_k=type_k,
+            type_v=type_v,
+            kept_bytes=kept_bytes,
+            relieve=relieve,
         )
         stack.callback(mtp.close)
         return mtp
     specs = check_tensors(plan.file, draft_tensors(plan.draft, forwards.model.config.n_vocab))
     placements = place_weights(plan.file, specs, backend, repack=options.repack != "off")
-    weights = LoadedWeights(plan.file, placements, backend, ledger)
+    weights = LoadedWeights(plan.file, placements, backend, ledger, label="draft weights")
     stack.callback(weights.close)
-    drafter = DFlashDrafter(backend, ledger, plan.draft, weights, forwards, type_k, type_v)
+    drafter = DFlashDrafter(
+        backend,
+        ledger,
+        plan.draft,
+        weights,
+        forwards,
+        type_k,
+        type_v,
+        kept_bytes=kept_bytes,
+        relieve=relieve,
+    )
     stack.callback(drafter.close)
     return drafter

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture
+from pyggml_dflash.engine.graphs import GraphNeeds
 from pyggml_dflash.engine.sampling import Sampler
+from pyggml_dflash.plan.measure import MemoryProbe
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,9 @@ class Drafter(Protocol):
 
         With a sampler the tokens are drawn from distributions that are returned; without, the best.
         """
+
+    def needs(self, probe: MemoryProbe) -> GraphNeeds:
+        """What its graphs take at the end of the context, without running one."""
 
     def close(self) -> None:
         """Free everything."""

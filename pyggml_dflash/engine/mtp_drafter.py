@@ -14,7 +14,7 @@ from pyggml_dflash.arch.base import Capture
 from pyggml_dflash.arch.blocks import KVView
 from pyggml_dflash.arch.mtp import build_mtp_inject, build_mtp_step, mtp_config, mtp_embed, mtp_step
 from pyggml_dflash.engine.drafting import Proposal
-from pyggml_dflash.engine.graphs import Forwards, GraphCache
+from pyggml_dflash.engine.graphs import Forwards, GraphCache, GraphNeeds, Relieve
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.ggml.arena import TensorArena
@@ -26,8 +26,10 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.plan.measure import MemoryProbe
 
 INJECT_ROWS: Final = 512
+KEPT_STEPS: Final = 4  # of either kind, in this bucket of cache rows and the one before
 
 
 class MtpDrafter:
@@ -44,6 +46,8 @@ class MtpDrafter:
         max_drafts: int,
         type_k: ElementType,
         type_v: ElementType,
+        kept_bytes: int | None = None,
+        relieve: Relieve | None = None,
     ) -> None:
         self._backend, self._forwards, self.max_drafts = backend, forwards, max_drafts
         self.capture = Capture(hidden=True)
@@ -74,7 +78,7 @@ class MtpDrafter:
                 },
             )
             stack.callback(self._inputs.close)
-            self._cache = GraphCache(backend, ledger, "draft graphs")
+            self._cache = GraphCache(backend, ledger, "draft graphs", max_bytes=kept_bytes, relieve=relieve)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
         self._n_seen = 0
@@ -156,6 +160,15 @@ class MtpDrafter:
                 token = int(np.argmax(logits))
             tokens.append(token)
         return Proposal(tuple(tokens), tuple(distributions) if drawn else None)
+
+    def needs(self, probe: MemoryProbe) -> GraphNeeds:
+        """What its graphs take at the end of the context, without running one."""
+        n_hidden, n_cells = self._forwards.record["hidden"].shape[1], self._inputs["mask"].tensor.shape[0]
+        rows = min(INJECT_ROWS, n_hidden - 1)
+        inject = probe.graph(("inject", rows), lambda: self._build_inject(0, rows)[0]).compute
+        step = probe.graph(("step", n_cells), lambda: self._build_step(n_cells, True)[0]).compute
+        n_inject = 1 + -(-n_hidden // INJECT_ROWS)
+        return GraphNeeds(kept=KEPT_STEPS * step + n_inject * inject)
 
     def _step(self, token: int, position: int, *, own: bool) -> npt.NDArray[Any]:
         n_kv = bucketed(position + 1)

@@ -14,24 +14,8 @@ from typing import Final
 TILE: Final = 256  # chunks are whole multiples of it: rows of a kernel's tile
 FLOOR: Final = 4096  # rows of the smallest chunk that keeps a large device busy
 MAX_ROWS: Final = 32768  # row limit of the route-sort kernel for experts
-MIN_GPU_HEADROOM: Final = 256 * 2**20  # driver contexts and scratch do not shrink with what is free
 
 Workspace = Callable[[int], "int | None"]  # rows of a chunk -> bytes that its forward takes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
-    """What a fit leaves free: a part of what is free, at least `floor` bytes, or a number of bytes."""
-
-    part: float = 0.1
-    n_bytes: int | None = None
-    floor: int = 0
-
-    def of(self, available: int) -> int:
-        """Bytes to leave free of `available`."""
-        if self.n_bytes is not None:
-            return self.n_bytes
-        return max(int(available * self.part), self.floor if self.part else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,12 @@ class Probe:
     balance: int
     device: str
 
+    @classmethod
+    def of(cls, plan: ChunkPlan) -> Probe:
+        """What a plan says."""
+        balance = plan.spare if plan.fits else -plan.missing
+        return cls(n_ctx=plan.n_ctx, fits=plan.fits, balance=balance, device=plan.device)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextChoice:
@@ -138,8 +144,7 @@ def choose_context(fit: ContextFit, plan_at: Callable[[int], ChunkPlan]) -> Cont
     trace: list[Probe] = []
     while n_ctx := fit.next_ctx:
         plan = plan_at(n_ctx)
-        balance = plan.spare if plan.fits else -plan.missing
-        trace.append(Probe(n_ctx=n_ctx, fits=plan.fits, balance=balance, device=plan.device))
+        trace.append(Probe.of(plan))
         best, worst = (plan, worst) if plan.fits else (best, plan)
         fit = fit.after(plan)
     return ContextChoice(plan=best, trace=tuple(trace), smallest_miss=worst)

@@ -13,7 +13,6 @@ from pyggml_dflash.plan.chunk import (
     ChunkFit,
     ChunkPlan,
     DeviceShare,
-    Margin,
     binding_share,
     fit_chunk,
 )
@@ -127,11 +126,3 @@ def test_the_device_that_binds_lacks_most_or_has_least_left() -> None:
     assert (roomy.balance, tight.required, tight.balance) == (900, 230, 70)
     assert binding_share((roomy, tight)) is tight
     assert binding_share((share("A", 10, 100), tight)).device == "A"
-
-
-def test_a_margin_is_a_part_with_a_floor_or_a_number_of_bytes() -> None:
-    assert Margin().of(1000) == 100
-    assert Margin(part=0.25, floor=400).of(1000) == 400
-    assert Margin(part=0.25, floor=400).of(2000) == 500
-    assert Margin(part=0.0, floor=400).of(2000) == 0
-    assert Margin(n_bytes=7, floor=400).of(2000) == 7

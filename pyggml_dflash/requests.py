@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -126,6 +126,14 @@ class TrimStats:
     n_trims: int = 0
     released_bytes: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine did since it was opened."""
+
+    trims: tuple[TrimStats, ...]  # by reason
+    peak_bytes: Mapping[str, int]  # device name -> most bytes that were held there at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from pyggml_dflash.engine.sampling import Sampler, logprobs_of
 from pyggml_dflash.engine.speculate import Speculation
 from pyggml_dflash.errors import Cancelled, ContextOverflowError
 from pyggml_dflash.ggml.ledger import Ledger
-from pyggml_dflash.requests import TokenLogprob
+from pyggml_dflash.requests import EngineStats, TokenLogprob
 from pyggml_dflash.state.slot import Slot, SlotTable
 
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
@@ -106,6 +106,17 @@ class EngineCore:
         """Bytes held by device and label."""
         self._check_thread()
         return {device: self._ledger.by_label(device) for device in self._ledger.devices()}
+
+    def stats(self) -> EngineStats:
+        """What was trimmed, and the most that was held."""
+        self._check_thread()
+        peaks = {device: self._ledger.peak(device) for device in self._ledger.devices()}
+        return EngineStats(trims=self.trims.counts, peak_bytes=peaks)
+
+    def release_scratch(self) -> None:
+        """Give scratch memory back; called when nothing is waiting."""
+        self._check_thread()
+        self.trims.release_scratch()
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

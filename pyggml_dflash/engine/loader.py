@@ -30,7 +30,7 @@ from pyggml_dflash.model.tokenizer import Tokenizer
 from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.plan.chunk import ChunkPlan
-from pyggml_dflash.plan.context import ContextChoice
+from pyggml_dflash.plan.context import ContextChoice, step_for
 from pyggml_dflash.requests import GenerationRequest, Progress, ProgressCallback
 
 LOG: Final = logging.getLogger(__name__)
@@ -221,9 +221,11 @@ def _allocated(
 
 
 def _smaller(planner: Planner, plan: ChunkPlan) -> ContextChoice:
-    """The largest context that fits below one that could not be allocated after all."""
+    """A context by a quarter smaller than one that could not be allocated after all, if it fits."""
     planner.read_free()
-    choice = planner.choose(most=plan.n_ctx - 1)
+    step = step_for(planner.config.n_ctx_train)
+    most = (plan.n_ctx - 1 - plan.n_ctx // 4) // step * step  # the system does not tell how much it lacks
+    choice = planner.choose(most=max(1, most))
     if choice.plan is None:
         raise planner.refuse(choice)
     LOG.warning("a context of %d cannot be allocated; %d is tried", plan.n_ctx, choice.plan.n_ctx)

@@ -253,7 +253,7 @@ class EngineThread:
             loaded.core.close()
 
     def _serve(self, loaded: Loaded) -> None:
-        while (command := self._commands.get()) is not None:
+        while (command := self._next(loaded.core)) is not None:
             if self._closing.is_set():
                 _refuse(command)
                 continue
@@ -265,6 +265,14 @@ class EngineThread:
             else:
                 self._run_call(loaded.core, command)
             self._running = None
+
+    def _next(self, core: EngineCore) -> RequestHandle | _Call[Any] | None:
+        """The next command; scratch memory goes back to the driver before a wait for it."""
+        try:
+            return self._commands.get_nowait()
+        except queue.Empty:
+            core.release_scratch()
+            return self._commands.get()
 
     def _run_call(self, core: EngineCore, call: _Call[Any]) -> None:
         try:

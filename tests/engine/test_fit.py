@@ -22,8 +22,10 @@ from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.options import EngineOptions, KVType, SamplingOptions, Spec
 from pyggml_dflash.plan.context import step_for
+from tests.drafts.drafted import draft_file
 from tests.engine.apart import program
 from tests.engine.tiny import LLAMA, QWEN3, QWEN35, opened, prompt
+from tests.reference.stored import model_file
 from tests.tiny import Tiny, tokens, write_tiny
 
 N_TRAIN = 1280
@@ -415,3 +417,55 @@ def test_a_report_of_what_does_not_fit_says_so() -> None:
     assert probe.balance < 0
     (share,) = report.devices
     assert share.balance == probe.balance
+
+
+# memory that changes, and drafts from a file
+
+
+@contextmanager
+def shrinking(options: EngineOptions, cap: int, later: int) -> Iterator[tuple[Built, Ledger]]:
+    """An engine on a device whose cap falls to `later` while weights load."""
+    caps = {"CPU": cap}
+    ledger = Ledger(caps=caps)
+    with ExitStack() as stack:
+        blueprint = draw(options, open_model(options, stack), stack, ledger)
+        yield build(blueprint, ledger, stack, lambda _: caps.update(CPU=later)), ledger
+
+
+def test_memory_lost_while_weights_load_shrinks_the_context() -> None:
+    options = EngineOptions(model=QWEN3, max_ctx="auto", device="CPU", threads=1)
+    with shrinking(options, 64 * 2**20, 5 * 2**20) as (made, ledger):
+        assert 256 <= made.fit.n_ctx < 2048
+        assert ledger.peak("CPU") <= 5 * 2**20
+    with (
+        pytest.raises(ContextFitError),
+        shrinking(replace(options, max_ctx=2048), 64 * 2**20, 5 * 2**20),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("draft", ["dflash-tiny", "dflash2-tiny", "dflash-swa-tiny"])
+def test_a_draft_and_its_cache_are_planned(draft: str, tmp_path: Path) -> None:
+    target = model_file("qwen35-tiny", "F32", tmp_path)
+    options = EngineOptions(
+        model=target,
+        draft=draft_file(draft, tmp_path),
+        max_ctx="auto",
+        device="CPU",
+        threads=1,
+        device_cap=mib(16),
+    )
+    with_draft, without = fit_report(options), fit_report(replace(options, draft=None))
+    assert 0 < with_draft.n_ctx < without.n_ctx
+    with built(options) as (made, core, ledger):
+        terms = made.fit.devices[0].terms
+        assert terms["draft cache"] > 0
+        assert any(label.startswith("draft weights") for label in terms)
+        fill(core, prompt(core.n_ctx - 40), 0)
+        speculation = core.speculation(Sampler(SamplingOptions(), (), n_vocab=768, forbidden=None), None)
+        assert speculation is not None
+        for _ in speculation.runs(core.slots[0], 5, core.n_ctx):
+            pass
+        held = ledger.by_label("CPU")
+        assert {label for label, n in held.items() if n > terms.get(label, 0)} == set()
+        assert ledger.peak("CPU") <= mib(16)["CPU"]

@@ -20,7 +20,8 @@ from pyggml_dflash.engine.drafter_loader import (
     plan_speculation,
 )
 from pyggml_dflash.engine.drafting import Drafter
-from pyggml_dflash.engine.graphs import Forwards, Model, Recording, Relieve, build_forward
+from pyggml_dflash.engine.graph_cache import Relieve
+from pyggml_dflash.engine.graphs import Forwards, Model, Recording, build_forward
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
 from pyggml_dflash.errors import BackendError, UsageError
 from pyggml_dflash.ggml.device import Backend, choose_device, devices
@@ -161,8 +162,10 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
     backend = Backend(choose_device(options.device), threads=options.threads)
     stack.callback(backend.close)
     placements = tuple(place_weights(file, model.specs, backend, repack=options.repack != "off"))
-    moved = sum(p.source.n_bytes for p in placements if p.kind != "mapped")
-    free = max(0, ledger.free(backend.name, backend.memory_free()) - moved)
+    taken = (
+        sum(p.source.n_bytes for p in placements if p.kind != "mapped") + 2**20 * options.device_reserve_mib
+    )
+    free = max(0, ledger.free(backend.name, backend.memory_free()) - taken)
     return Blueprint(
         options=options,
         file=file,

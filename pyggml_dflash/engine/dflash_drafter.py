@@ -24,7 +24,8 @@ from pyggml_dflash.arch.dflash import (
 )
 from pyggml_dflash.arch.dflash_config import DraftConfig
 from pyggml_dflash.engine.drafting import Proposal, ring_mask
-from pyggml_dflash.engine.graphs import Forwards, GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.ggml.arena import TensorArena

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture
-from pyggml_dflash.engine.graphs import GraphNeeds
+from pyggml_dflash.engine.graph_cache import GraphNeeds
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.plan.measure import MemoryProbe
 

@@ -154,10 +154,15 @@ def _build(
     stack.callback(weights.close)
     choice = _verified(planner, choice)
     while True:
-        plan, trims, parts = _allocated(planner, choice, weights, ledger, stack)
-        if parts is not None:
+        assert choice.plan is not None
+        try:
+            plan, trims, parts = _allocated(planner, choice.plan, weights, ledger, stack)
             break
-        choice = _smaller(planner, plan)
+        except DeviceMemoryError:
+            smaller = _smaller(planner, choice.plan.n_ctx) if planner.is_auto else None
+            if smaller is None:
+                raise
+            choice = smaller
     fit = make_report(planner, plan, choice, seconds=fitted_s)
     LOG.info(
         "fit: %d tokens x %d slots (trained %d, %d probes, chunk %d)",
@@ -194,41 +199,37 @@ def _verified(planner: Planner, choice: ContextChoice) -> ContextChoice:
 
 
 def _allocated(
-    planner: Planner, choice: ContextChoice, weights: LoadedWeights, ledger: Ledger, stack: ExitStack
-) -> tuple[ChunkPlan, PoolTrims, Assembly | None]:
-    """Everything beside the weights; None for the parts if a context that was to be found has no room."""
-    assert choice.plan is not None
-    plan, blueprint = planner.with_chunk(choice.plan), planner.blueprint
+    planner: Planner, plan: ChunkPlan, weights: LoadedWeights, ledger: Ledger, stack: ExitStack
+) -> tuple[ChunkPlan, PoolTrims, Assembly]:
+    """Everything beside the weights; a failure frees what was made of it."""
+    plan, blueprint = planner.with_chunk(plan), planner.blueprint
     interval = blueprint.options.trim_interval or 0
     trims = PoolTrims(BackendPools([blueprint.backend], ledger), interval, chunk=plan.chunk)
     with ExitStack() as attempt:
-        try:
-            parts = assemble(
-                blueprint,
-                weights,
-                planner.settings(plan.n_ctx, plan.chunk),
-                ledger,
-                attempt,
-                kept=kept_bytes(plan),
-                relieve=trims.relieve,
-            )
-        except DeviceMemoryError:
-            if not planner.is_auto:
-                raise
-            return plan, trims, None
+        parts = assemble(
+            blueprint,
+            weights,
+            planner.settings(plan.n_ctx, plan.chunk),
+            ledger,
+            attempt,
+            kept=kept_bytes(plan),
+            relieve=trims.relieve,
+        )
         stack.push(attempt.pop_all())
     return plan, trims, parts
 
 
-def _smaller(planner: Planner, plan: ChunkPlan) -> ContextChoice:
+def _smaller(planner: Planner, n_ctx: int) -> ContextChoice | None:
     """A context by a quarter smaller than one that could not be allocated after all, if it fits."""
-    planner.read_free()
     step = step_for(planner.config.n_ctx_train)
-    most = (plan.n_ctx - 1 - plan.n_ctx // 4) // step * step  # the system does not tell how much it lacks
-    choice = planner.choose(most=max(1, most))
+    most = (n_ctx - 1 - n_ctx // 4) // step * step  # the system does not tell how much it lacks
+    if most < max(step, planner.options.min_ctx or 0):
+        return None
+    planner.read_free()
+    choice = planner.choose(most=most)
     if choice.plan is None:
-        raise planner.refuse(choice)
-    LOG.warning("a context of %d cannot be allocated; %d is tried", plan.n_ctx, choice.plan.n_ctx)
+        return None
+    LOG.warning("a context of %d cannot be allocated; %d is tried", n_ctx, choice.plan.n_ctx)
     return choice
 
 

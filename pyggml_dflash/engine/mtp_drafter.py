@@ -14,7 +14,8 @@ from pyggml_dflash.arch.base import Capture
 from pyggml_dflash.arch.blocks import KVView
 from pyggml_dflash.arch.mtp import build_mtp_inject, build_mtp_step, mtp_config, mtp_embed, mtp_step
 from pyggml_dflash.engine.drafting import Proposal
-from pyggml_dflash.engine.graphs import Forwards, GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.ggml.arena import TensorArena

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
 
+from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.pool import PoolStats, has_legacy_pool, pool_stats, trim_pool
@@ -161,8 +162,12 @@ class PoolTrims:
         self._trim_if_legacy("idle")
 
     def _trim_if_legacy(self, reason: TrimReason) -> None:
-        if self._pools.has_legacy() and self._pools.stats().cached_bytes > 0:
-            self._trim(reason, None)
+        """A device that fails here is told of by the next thing that is asked of it."""
+        try:
+            if self._pools.has_legacy() and self._pools.stats().cached_bytes > 0:
+                self._trim(reason, None)
+        except BackendError as error:
+            LOG.warning("pools were not trimmed: %s", error)
 
     def _is_low(self) -> bool:
         stats = self._pools.stats()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pyggml_dflash.engine.prefill import LOW_BYTES, AdaptiveTrim, PoolTrims, TrimSchedule
+from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.pool import PoolStats
 from pyggml_dflash.options import Auto
 
@@ -202,3 +203,19 @@ def test_an_interval_below_the_chunk_is_warned_of_once(caplog: pytest.LogCapture
     for interval in (0, 512, "auto"):
         PoolTrims(ScriptedPools(), interval, chunk=512)
     assert not caplog.records
+
+
+def test_a_device_that_fails_while_idle_is_told_of_later(caplog: pytest.LogCaptureFixture) -> None:
+    class FailingPools(ScriptedPools):
+        def trim(self) -> int:
+            raise BackendError("the device failed")
+
+    trims = PoolTrims(FailingPools(), 0, chunk=512)
+    trims.release_scratch()
+    trims.relieve()
+    assert trims.counts == ()
+    assert [r.getMessage() for r in caplog.records] == 2 * ["pools were not trimmed: the device failed"]
+    trims = PoolTrims(FailingPools(), 512, chunk=512)
+    trims.begin(0, 4096)
+    with pytest.raises(BackendError):
+        trims.after_chunk(512)

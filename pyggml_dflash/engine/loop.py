@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -283,9 +283,18 @@ class EngineThread:
 
 
 def _patient(future: Future[T]) -> T:
-    """The future's result, waiting in pieces so that an interrupt is seen soon."""
+    """The future's result, waiting in pieces so that an interrupt is seen soon.
+
+    It waits on a queue made in C: `concurrent.futures.wait` raises RuntimeError when it is interrupted at the
+    moment at which it takes its lock back.
+    """
+    ready: queue.SimpleQueue[object] = queue.SimpleQueue()
+    future.add_done_callback(ready.put)
     while not future.done():
-        wait([future], timeout=WAIT_S)
+        try:
+            ready.get(timeout=WAIT_S)
+        except queue.Empty:
+            continue
     return future.result()
 
 

@@ -49,7 +49,7 @@ from rates import Side, Spread, Work, n_equal, ours_command, peer_command, ratio
 from worker import Worker, WorkerError
 
 from pyggml_dflash import Engine
-from pyggml_dflash.engine.loader import DEFAULT_MODEL
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.ggml.device import backend_features, devices
 
 ROOT: Final = Path(__file__).resolve().parent.parent

@@ -30,7 +30,7 @@ from peer_env import peer_python as build_peer
 from rates import Side, SideRates, Spread, Work, n_equal, ours_command, peer_command, ratio, take_turns
 from worker import Worker
 
-from pyggml_dflash.engine.loader import DEFAULT_MODEL
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.ggml.device import physical_cores
 
 

@@ -9,7 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyggml_dflash.api import DeviceInfo, Engine, EngineInfo, Score, TextStream, devices, inspect_model
+    from pyggml_dflash.api import (
+        DeviceInfo,
+        Engine,
+        EngineInfo,
+        FitReport,
+        Score,
+        TextStream,
+        devices,
+        fit_report,
+        inspect_model,
+    )
     from pyggml_dflash.errors import (
         BackendError,
         Cancelled,
@@ -25,19 +35,31 @@ if TYPE_CHECKING:
     )
     from pyggml_dflash.options import EngineOptions, SamplingOptions
     from pyggml_dflash.requests import (
+        EngineStats,
         GenerationRequest,
         GenerationResult,
         Progress,
         TextPiece,
         Timings,
         TokenLogprob,
+        TrimStats,
         Usage,
     )
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "api": ("DeviceInfo", "Engine", "EngineInfo", "Score", "TextStream", "devices", "inspect_model"),
+    "api": (
+        "DeviceInfo",
+        "Engine",
+        "EngineInfo",
+        "FitReport",
+        "Score",
+        "TextStream",
+        "devices",
+        "fit_report",
+        "inspect_model",
+    ),
     "errors": (
         "BackendError",
         "Cancelled",
@@ -53,12 +75,14 @@ _MODULES = {
     ),
     "options": ("EngineOptions", "SamplingOptions"),
     "requests": (
+        "EngineStats",
         "GenerationRequest",
         "GenerationResult",
         "Progress",
         "TextPiece",
         "Timings",
         "TokenLogprob",
+        "TrimStats",
         "Usage",
     ),
 }
@@ -77,6 +101,8 @@ __all__ = [
     "EngineClosed",
     "EngineInfo",
     "EngineOptions",
+    "EngineStats",
+    "FitReport",
     "GenerationRequest",
     "GenerationResult",
     "ModelFileError",
@@ -87,11 +113,13 @@ __all__ = [
     "TextStream",
     "Timings",
     "TokenLogprob",
+    "TrimStats",
     "UnsupportedModelError",
     "Usage",
     "UsageError",
     "__version__",
     "devices",
+    "fit_report",
     "inspect_model",
 ]
 

@@ -7,25 +7,30 @@ calls are queued to it and answered in order.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.engine.loader import DEFAULT_MODEL, EngineInfo, Loaded, load
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
+from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
+from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
+from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
 from pyggml_dflash.engine.loop import EngineThread, RequestHandle
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
 from pyggml_dflash.options import (
+    TRIM_VARIABLE,
     Auto,
     EngineOptions,
     KVType,
@@ -34,9 +39,13 @@ from pyggml_dflash.options import (
     Spec,
     Switch,
     check_int,
+    parse_trim_interval,
     refusal,
 )
+from pyggml_dflash.plan.chunk import DeviceShare
+from pyggml_dflash.plan.context import Probe
 from pyggml_dflash.requests import (
+    EngineStats,
     GenerationRequest,
     GenerationResult,
     ProgressCallback,
@@ -44,6 +53,7 @@ from pyggml_dflash.requests import (
     TokenLogprob,
 )
 
+LOG: Final = logging.getLogger(__name__)
 Prompt: TypeAlias = "str | Sequence[int]"
 Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
 
@@ -122,6 +132,26 @@ def _path(file: object, name: str) -> Path | None:
     return Path(file)
 
 
+def fit_report(options: EngineOptions | None = None) -> FitReport:
+    """The context that fits and where every byte of it goes, without loading or running anything.
+
+    Refuses what opening an engine refuses, except a context that does not fit: the report says so.
+    """
+    return make_fit_report(options or EngineOptions())
+
+
+def _from_environment(options: EngineOptions) -> EngineOptions:
+    """The options, with the trim interval that the environment asks for where they leave it open."""
+    text = os.environ.get(TRIM_VARIABLE)
+    if options.trim_interval is not None or text is None:
+        return options
+    interval = parse_trim_interval(text)
+    if interval is None:
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        LOG.warning("%s is %r, no number of tokens; pools are not trimmed in prompts", TRIM_VARIABLE, shown)
+    return replace(options, trim_interval=interval or 0)
+
+
 def _close_leaked(thread: EngineThread) -> None:
     thread.close()  # first, since the warning may be an error
     warnings.warn("an Engine was not closed", ResourceWarning, stacklevel=2)
@@ -140,7 +170,7 @@ class Engine:
     ) -> None:
         if options is not None and not isinstance(options, EngineOptions):
             raise refusal("options", options, "they must be EngineOptions or None")
-        self.options = chosen = options or EngineOptions()
+        self.options = chosen = _from_environment(options or EngineOptions())
         self._thread = EngineThread()
         # Also runs when the interpreter ends, so that no thread computes while libraries are taken down. It
         # is there before the thread is, since an interrupt may come anywhere.
@@ -156,9 +186,14 @@ class Engine:
         cls,
         model: str | Path | None = None,
         *,
-        max_ctx: int | None = None,
+        max_ctx: int | str | None = None,
+        min_ctx: int | None = None,
+        slots: int = 1,
         chunk: int | Auto = "auto",
         device: str | None = None,
+        device_cap: Mapping[str, int] | None = None,
+        device_reserve_mib: int = 0,
+        fit_margin: str = "10%",
         threads: int | None = None,
         cache_type_k: KVType = "f16",
         cache_type_v: KVType = "f16",
@@ -168,6 +203,7 @@ class Engine:
         spec: Spec = "auto",
         spec_width: int | None = None,
         mtp_convention: MtpConvention = "all-streams",
+        trim_interval: int | Auto | None = None,
         nfc: bool = True,
         progress: ProgressCallback | None = None,
     ) -> Engine:
@@ -179,8 +215,13 @@ class Engine:
         options = EngineOptions(
             model=_path(model, "model"),
             max_ctx=max_ctx,
+            min_ctx=min_ctx,
+            slots=slots,
             chunk=chunk,
             device=device,
+            device_cap={} if device_cap is None else device_cap,
+            device_reserve_mib=device_reserve_mib,
+            fit_margin=fit_margin,
             threads=threads,
             cache_type_k=cache_type_k,
             cache_type_v=cache_type_v,
@@ -190,6 +231,7 @@ class Engine:
             spec=spec,
             spec_width=spec_width,
             mtp_convention=mtp_convention,
+            trim_interval=trim_interval,
             nfc=nfc,
         )
         return cls(options, progress=progress)
@@ -346,6 +388,14 @@ class Engine:
         """Bytes held now, by device and by what they are for."""
         return self._thread.call(lambda core, _: core.memory())
 
+    def fit_report(self) -> FitReport:
+        """How the context was chosen, and where every byte goes."""
+        return self._loaded.fit
+
+    def stats(self) -> EngineStats:
+        """What the engine did since it was opened: trims of scratch pools, most memory held."""
+        return self._thread.call(lambda core, _: core.stats())
+
     def close(self) -> None:
         """Cancel what runs and free everything; a second call does nothing."""
         self._thread.close()
@@ -404,15 +454,20 @@ class Engine:
 __all__ = [
     "DEFAULT_MODEL",
     "DeviceInfo",
+    "DeviceShare",
     "Engine",
     "EngineInfo",
+    "FitAlternative",
+    "FitReport",
     "Messages",
     "ModelReport",
+    "Probe",
     "Prompt",
     "Score",
     "TensorShare",
     "TextStream",
     "backend_features",
     "devices",
+    "fit_report",
     "inspect_model",
 ]

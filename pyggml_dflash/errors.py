@@ -17,6 +17,7 @@ A class exists where a caller could act on it. The command line turns `exit_code
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -70,9 +71,22 @@ class ContextFitError(DflashError):
 
     exit_code = 4
 
-    def __init__(self, *, asked: int, fits: int, missing: int, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        asked: int,
+        fits: int,
+        missing: int,
+        device: str,
+        smaller_types: Mapping[str, int] | None = None,
+    ) -> None:
+        """`fits`: the largest context that fits, 0 for none; `smaller_types`: by type of keys and values."""
         self.asked, self.fits, self.missing, self.device = asked, fits, missing, device
+        self.smaller_types = dict(smaller_types or {})
         would = f"--max-ctx {fits} would fit" if fits else "no context would fit beside the weights"
+        if self.smaller_types:
+            listed = ", ".join(f"{n} with {name}" for name, n in self.smaller_types.items())
+            would += f"; with a smaller type of keys and values: {listed}"
         super().__init__(f"context {asked} needs {human_bytes(missing)} more than {device} has free; {would}")
 
 

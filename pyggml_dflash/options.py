@@ -7,6 +7,7 @@ silently. `None` or 'auto' means that the engine chooses and reports what it cho
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ Spec = Literal["auto", "off", "dflash", "mtp"]
 MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
+TRIM_VARIABLE: Final = "DFLASH_PREFILL_POOL_TRIM_TOKENS"
 MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_BIAS: Final = sys.float_info.max
@@ -68,13 +70,67 @@ def check_flag(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """What a fit leaves free of a device: a part of what is free there, or a number of bytes."""
+
+    part: float = 0.1
+    n_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: object) -> Margin:
+        """'10%' or '7.5%' of what is free, or MiB as in '512' and '512MiB'."""
+        match = (
+            re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(%|MiB)?", text) if isinstance(text, str) else None
+        )
+        if match is None or (match[2] == "%" and float(match[1]) > 90):
+            raise refusal("fit_margin", text, "it must be a part up to 90% as in '10%', or MiB as in '512'")
+        if match[2] == "%":
+            return cls(part=float(match[1]) / 100)
+        return cls(n_bytes=int(float(match[1]) * 2**20))
+
+    def of(self, available: int, *, floor: int = 0) -> int:
+        """Bytes to leave free of `available`; a part is at least `floor` bytes."""
+        if self.n_bytes is not None:
+            return self.n_bytes
+        return max(int(available * self.part), floor if self.part else 0)
+
+
+def parse_trim_interval(text: str) -> int | Auto | None:
+    """Tokens between two trims, 0 for none, or 'auto'; None for anything else.
+
+    Decimal digits up to 2**31 - 1 with blanks around them; nothing at all, and 'off', mean none.
+    """
+    text = text.strip(" \t")
+    if text == "auto":
+        return "auto"
+    if text in ("", "off"):
+        return 0
+    if not re.fullmatch(r"[0-9]{1,40}", text) or int(text) > MAX_COUNT:
+        return None
+    return int(text)
+
+
+def split_max_ctx(max_ctx: int | str) -> tuple[bool, int | None]:
+    """Whether a context is to be found, and the number given: the context itself, or the most to try."""
+    if isinstance(max_ctx, int):
+        return False, max_ctx
+    _, _, most = max_ctx.partition(":")
+    return True, int(most) if most else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """How an engine is opened. Every field has a flag of the same name on the command line."""
 
     model: Path | None = None  # None: the small model that ships with the package
-    max_ctx: int | None = None  # tokens per slot; None: the trained context, at most 8192
+    max_ctx: int | str | None = None  # per slot; 'auto', 'auto:N': what fits, up to N; None: at most 8192
+    min_ctx: int | None = None  # the least that 'auto' may choose; None: 4096, or 256 for short models
+    slots: int = 1  # sequences at a time
     chunk: int | Auto = "auto"  # prompt rows per prefill forward
     device: str | None = None  # as `dflash devices` lists them; None: the first GPU, else the CPU
+    device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
+    device_reserve_mib: int = 0  # memory of the device that is taken and left alone
+    fit_margin: str = "10%"  # left free by a fit: a part of what is free, or MiB as in '512'
     threads: int | None = None  # CPU threads that compute; None: one per physical core
     cache_type_k: KVType = "f16"
     cache_type_v: KVType = "f16"
@@ -84,13 +140,13 @@ class EngineOptions:
     spec: Spec = "auto"  # speculative decoding; auto: with the draft, if there is one
     spec_width: int | None = None  # rows of a verify forward; None: what measured cost and acceptance say
     mtp_convention: MtpConvention = "all-streams"  # for qwen4exp; changes acceptance, never the text
+    trim_interval: int | Auto | None = None  # prompt tokens between two pool trims; None: the environment's
     nfc: bool = True  # Unicode NFC before tokenizing where the model was trained so; False: as llama.cpp
 
     def __post_init__(self) -> None:
         if self.model is not None and not isinstance(self.model, Path):
             raise refusal("model", self.model, "it must be a pathlib.Path or None")
-        if self.max_ctx is not None:
-            check_int("max_ctx", self.max_ctx, 1)
+        self._check_memory()
         if not isinstance(self.chunk, str) or self.chunk != "auto":
             check_int("chunk", self.chunk, 1, 32768)
         if self.device is not None and not isinstance(self.device, str):
@@ -107,6 +163,29 @@ class EngineOptions:
             raise refusal(
                 "cache_type_v", self.cache_type_v, "without flash attention it must be f32, f16 or bf16"
             )
+
+    def _check_memory(self) -> None:
+        if isinstance(self.max_ctx, str):
+            if not re.fullmatch(r"auto(:0*[1-9][0-9]{0,9})?", self.max_ctx):
+                raise refusal("max_ctx", self.max_ctx, "it must be a number of tokens, 'auto' or 'auto:N'")
+        elif self.max_ctx is not None:
+            check_int("max_ctx", self.max_ctx, 1)
+        if self.min_ctx is not None:
+            check_int("min_ctx", self.min_ctx, 1)
+        check_int("slots", self.slots, 1, 64)
+        check_int("device_reserve_mib", self.device_reserve_mib, 0)
+        if not isinstance(self.device_cap, Mapping):
+            raise refusal("device_cap", self.device_cap, "it must map device names to bytes")
+        for name, n_bytes in self.device_cap.items():
+            if not isinstance(name, str):
+                raise refusal("device_cap device", name, "it must be a device's name")
+            check_int(f"device_cap of {name}", n_bytes, 0, None)
+        object.__setattr__(self, "device_cap", dict(self.device_cap))  # what is checked must not change
+        Margin.parse(self.fit_margin)
+        if isinstance(self.trim_interval, str):
+            check_choice("trim_interval", self.trim_interval, ("auto",))
+        elif self.trim_interval is not None:
+            check_int("trim_interval", self.trim_interval, 0)
 
     def _check_speculation(self) -> None:
         check_choice("spec", self.spec, get_args(Spec))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -118,6 +118,24 @@ class GenerationResult:
     stop: str | None = None  # the stop string that ended the answer
     logprobs: tuple[TokenLogprob, ...] = ()
     speculation: SpeculationStats | None = None  # None: decoded plainly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrimStats:
+    """Trims of legacy scratch pools for one reason: 'prefill', 'idle' or 'allocation'."""
+
+    reason: str
+    n_trims: int = 0
+    released_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine did since it was opened."""
+
+    trims: tuple[TrimStats, ...]  # by reason
+    peak_bytes: Mapping[str, int]  # device name -> most bytes that were held there at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash import EngineOptions, GenerationRequest, SamplingOptions, UsageError
+from pyggml_dflash.options import Margin, parse_trim_interval, split_max_ctx
 
 Options = type[EngineOptions] | type[SamplingOptions] | type[GenerationRequest]
 
@@ -163,3 +164,79 @@ def test_what_sampling_does_follows_from_its_options(
 ) -> None:
     sampling = SamplingOptions(**changes)
     assert (sampling.greedy, sampling.changes_logits) == (greedy, moves)
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("", 0),
+        ("0", 0),
+        ("8192", 8192),
+        (" 8192 ", 8192),
+        ("\t007\t", 7),
+        ("2147483647", 2**31 - 1),
+        ("auto", "auto"),
+        ("off", 0),
+        ("-1", None),
+        ("+1", None),
+        ("8k", None),
+        ("0x10", None),
+        ("99999999999", None),
+        ("2147483648", None),
+        ("12.5", None),
+        ("8 192", None),
+        ("8192\n", None),
+        ("٣", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_a_trim_interval_is_digits_with_blanks_around_them(text: str, interval: object) -> None:
+    assert parse_trim_interval(text) == interval
+
+
+@pytest.mark.parametrize("value", ["auto", "auto:1", "auto:32768", 1, None])
+def test_a_context_is_a_number_or_what_fits(value: int | str | None) -> None:
+    assert EngineOptions(max_ctx=value).max_ctx == value
+
+
+@pytest.mark.parametrize(
+    "value", ["auto:0", "auto:", "auto:x", "auto:-1", "Auto", "8192", "auto:8k", " auto"]
+)
+def test_other_words_for_a_context_are_refused(value: str) -> None:
+    with pytest.raises(UsageError, match=r"max_ctx is .*'auto:N'"):
+        EngineOptions(max_ctx=value)
+
+
+def test_a_context_that_fits_may_have_a_limit() -> None:
+    assert split_max_ctx(8192) == (False, 8192)
+    assert split_max_ctx("auto") == (True, None)
+    assert split_max_ctx("auto:65536") == (True, 65536)
+
+
+@pytest.mark.parametrize(
+    ("text", "margin"),
+    [
+        ("10%", Margin(part=0.1)),
+        ("7.5%", Margin(part=0.075)),
+        ("0%", Margin(part=0.0)),
+        ("512", Margin(n_bytes=512 * 2**20)),
+        ("0.5MiB", Margin(n_bytes=2**19)),
+        ("0", Margin(n_bytes=0)),
+    ],
+)
+def test_a_margin_is_a_part_or_bytes(text: str, margin: Margin) -> None:
+    assert Margin.parse(text) == margin
+
+
+@pytest.mark.parametrize("text", ["", "91%", "-5%", "10 %", "512GiB", "x", "1e3", "nan"])
+def test_other_margins_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="fit_margin is"):
+        EngineOptions(fit_margin=text)
+
+
+def test_a_part_of_what_is_free_has_a_floor() -> None:
+    assert Margin().of(1000) == 100
+    assert Margin(part=0.25).of(1000, floor=400) == 400
+    assert Margin(part=0.25).of(2000, floor=400) == 500
+    assert Margin(part=0.0).of(2000, floor=400) == 0
+    assert Margin(n_bytes=7).of(2000, floor=400) == 7

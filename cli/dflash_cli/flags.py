@@ -14,10 +14,21 @@ from typing import Any, Final, TypeVar, get_args
 
 import click
 
-from dflash_cli.params import ChunkSize, ContextLength, ModelFile, Seed, Text, TokenBias
+from dflash_cli.params import (
+    ChunkSize,
+    ContextLength,
+    DeviceCap,
+    MaxContext,
+    ModelFile,
+    Seed,
+    Text,
+    TokenBias,
+    TrimInterval,
+)
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import (
     KV_TYPES,
+    TRIM_VARIABLE,
     Auto,
     EngineOptions,
     KVType,
@@ -79,9 +90,16 @@ _ENGINE: Final = (
     MODEL,
     click.option(
         "--max-ctx",
-        type=ContextLength(),
-        help="Context in tokens, also as 32k or 1m.  [default: the trained one, at most 8192]",
+        type=MaxContext(),
+        help="Context in tokens, also as 32k or 1m; 'auto': the largest that fits, 'auto:N' up to N."
+        "  [default: the trained one, at most 8192]",
     ),
+    click.option(
+        "--min-ctx",
+        type=ContextLength(),
+        help="Least context that 'auto' may choose.  [default: 4096, or 256 for models of short contexts]",
+    ),
+    click.option("--slots", type=int, default=1, show_default=True, help="Sequences at a time."),
     click.option(
         "--chunk",
         type=ChunkSize(),
@@ -91,6 +109,25 @@ _ENGINE: Final = (
     ),
     click.option(
         "--device", help="Device by its name in 'dflash devices'.  [default: the first GPU, else the CPU]"
+    ),
+    click.option(
+        "--device-cap",
+        type=DeviceCap(),
+        multiple=True,
+        help="Most memory to hold on a device, in MiB or as in CUDA0=24GiB; repeatable.",
+    ),
+    click.option(
+        "--device-reserve-mib",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Take this much memory of the device and leave it alone.",
+    ),
+    click.option(
+        "--fit-margin",
+        default="10%",
+        show_default=True,
+        help="What a context leaves free: a part of what is free beside weights and state, or MiB.",
     ),
     click.option("--threads", type=int, help="CPU threads that compute.  [default: one per physical core]"),
     *CACHE_TYPES,
@@ -121,6 +158,13 @@ _ENGINE: Final = (
         default="all-streams",
         show_default=True,
         help="How a qwen4exp MTP block reads the model; changes what is accepted, never the text.",
+    ),
+    click.option(
+        "--prefill-pool-trim-tokens",
+        "trim_interval",
+        type=TrimInterval(),
+        help="Trim a legacy scratch pool after every N prompt tokens; 'auto': when memory runs low; 'off'."
+        f"  [default: {TRIM_VARIABLE}, else off]",
     ),
     click.option(
         "--nfc/--no-nfc", default=True, help="Unicode NFC before tokenizing, where the model wants it."
@@ -161,9 +205,14 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     def with_engine(
         *,
         model: Path | None,
-        max_ctx: int | None,
+        max_ctx: int | str | None,
+        min_ctx: int | None,
+        slots: int,
         chunk: int | Auto,
         device: str | None,
+        device_cap: tuple[tuple[str, int], ...],
+        device_reserve_mib: int,
+        fit_margin: str,
         threads: int | None,
         cache_type_k: KVType,
         cache_type_v: KVType,
@@ -173,14 +222,20 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         spec: Spec,
         spec_width: int | None,
         mtp_convention: MtpConvention,
+        trim_interval: int | Auto | None,
         nfc: bool,
         **rest: Any,
     ) -> None:
         engine = EngineOptions(
             model=model,
             max_ctx=max_ctx,
+            min_ctx=min_ctx,
+            slots=slots,
             chunk=chunk,
             device=device,
+            device_cap=_by_name("--device-cap", device_cap),
+            device_reserve_mib=device_reserve_mib,
+            fit_margin=fit_margin,
             threads=threads,
             cache_type_k=cache_type_k,
             cache_type_v=cache_type_v,
@@ -190,6 +245,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             spec=spec,
             spec_width=spec_width,
             mtp_convention=mtp_convention,
+            trim_interval=trim_interval,
             nfc=nfc,
         )
         command(engine=engine, **rest)
@@ -246,6 +302,15 @@ def answer_options(command: Callable[..., None]) -> Callable[..., None]:
         command(answer=answer, **rest)
 
     return apply(_ANSWER, with_answer)
+
+
+def _by_name(flag: str, pairs: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"{flag} names {twice} twice; give each device one")
+    return found
 
 
 def _biases(pairs: tuple[tuple[int, float], ...]) -> dict[int, float]:

@@ -20,6 +20,7 @@ INTERRUPTED: Final = 130
 COMMANDS: Final = {
     "run": "Generate text from a prompt and stream it to standard output.",
     "chat": "Talk with a model in the terminal.",
+    "fit": "Show which context fits, and where the memory goes.",
     "inspect": "Show what is in a GGUF file and what it takes to run it.",
     "score": "Show how likely a text is under a model, token by token.",
     "devices": "List the devices that this build can compute on.",

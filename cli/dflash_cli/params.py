@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from pyggml_dflash.errors import ModelFileError
-from pyggml_dflash.options import Auto
+from pyggml_dflash.options import Auto, parse_trim_interval
 
 if TYPE_CHECKING:
     Param = click.ParamType[Any]
@@ -22,6 +22,13 @@ else:
     Param = click.ParamType  # not generic before click 8.4
 
 _UNITS: Final = {"": 1, "k": 1024, "m": 1024 * 1024}
+_SIZES: Final = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _tokens(text: str) -> int:
+    """8192, 8k or 1m as a number; 0 for anything else."""
+    match = re.fullmatch(r"([0-9]{1,10})([km]?)", text.lower())
+    return 0 if match is None else int(match[1]) * _UNITS[match[2]]
 
 
 class ContextLength(Param):
@@ -29,17 +36,61 @@ class ContextLength(Param):
 
     name = "context"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         """Tokens; at least one."""
         if isinstance(value, int):
             return value
-        if value.lower() == "auto":
-            self.fail("'auto' needs the automatic fit, which this version lacks; pass a number as in 8k.")
-        match = re.fullmatch(r"([0-9]{1,10})([km]?)", value.lower())
-        n = 0 if match is None else int(match[1]) * _UNITS[match[2]]
+        n = _tokens(value)
         if n == 0:
             self.fail(f"{value!r} is no context length; pass tokens as in 8192, 8k or 1m.")
         return n
+
+
+class MaxContext(ContextLength):
+    """A context in tokens, 'auto' for what fits, or 'auto:N' for what fits up to N tokens."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Tokens, or 'auto' with a number of tokens behind it if there is one."""
+        if isinstance(value, int) or value == "auto":
+            return value  # type: ignore[no-any-return]
+        auto, colon, most = value.partition(":")
+        n = _tokens(most if colon else value)
+        if n == 0 or (colon and auto != "auto"):
+            self.fail(
+                f"{value!r} is no context length; pass tokens as in 8192, 8k or 1m, or 'auto', or 'auto:64k'."
+            )
+        return f"auto:{n}" if colon else n
+
+
+class DeviceCap(Param):
+    """DEVICE=MIB: a device's name, and how much of it may be used."""
+
+    name = "device=mib"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, int]:
+        """(name, bytes)"""
+        if isinstance(value, tuple):
+            return value
+        device, _, size = value.rpartition("=")
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(KiB|MiB|GiB)?", size)
+        if not device or match is None:
+            self.fail(f"{value!r} is no cap; pass a device and MiB as in CUDA0=24576, or CUDA0=24GiB.")
+        return device, int(float(match[1]) * _SIZES[match[2] or "MiB"])
+
+
+class TrimInterval(Param):
+    """Tokens between two trims, 'off' or 'auto'."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
+        """Tokens, 0 for 'off'."""
+        found = value if isinstance(value, int) else parse_trim_interval(value) if value.strip() else None
+        if found is None:
+            self.fail(f"{value!r} is no number of tokens; pass one as in 8192, or 'auto', or 'off'.")
+        return found
 
 
 class ChunkSize(Param):

@@ -236,6 +236,10 @@ class Architecture(Protocol):
     def names(self) -> tuple[str, ...]:
         """Values of general.architecture."""
 
+    @property
+    def supports_auto_ctx(self) -> bool:
+        """True if measured graphs and the state's layout tell what a context takes."""
+
     def read_config(self, file: GgufFile, name: str) -> ModelConfig:
         """The model's numbers, checked; raises `ModelFileError`."""
 

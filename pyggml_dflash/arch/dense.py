@@ -88,6 +88,7 @@ class DenseArchitecture:
     names: tuple[str, ...]
     rope_pairs: RopePairs
     head_norms: bool  # queries and keys are normalised per head
+    supports_auto_ctx: bool = True
 
     def read_config(self, file: GgufFile, name: str) -> ModelConfig:
         """The model's numbers, checked."""

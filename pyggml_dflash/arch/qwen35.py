@@ -146,6 +146,7 @@ class Qwen35Architecture:
     """Hybrid decoder of gated delta nets and gated attention."""
 
     names: tuple[str, ...] = ("qwen35", "qwen35moe")
+    supports_auto_ctx: bool = True
 
     def read_config(self, file: GgufFile, name: str) -> ModelConfig:
         """The model's numbers, checked."""

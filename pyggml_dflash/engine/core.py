@@ -16,11 +16,12 @@ import numpy as np
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.graphs import Forwards, Logits
+from pyggml_dflash.engine.prefill import PoolTrims
 from pyggml_dflash.engine.sampling import Sampler, logprobs_of
 from pyggml_dflash.engine.speculate import Speculation
 from pyggml_dflash.errors import Cancelled, ContextOverflowError
 from pyggml_dflash.ggml.ledger import Ledger
-from pyggml_dflash.requests import TokenLogprob
+from pyggml_dflash.requests import EngineStats, TokenLogprob
 from pyggml_dflash.state.slot import Slot, SlotTable
 
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
@@ -43,8 +44,10 @@ class EngineCore:
         n_ctx: int,
         stack: ExitStack,
         drafter: Drafter | None = None,
+        *,
+        trims: PoolTrims,
     ) -> None:
-        self._drafter = drafter
+        self._drafter, self.trims = drafter, trims
         self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
         self._thread = threading.get_ident()
         self.n_ctx, self.chunk = n_ctx, forwards.chunk
@@ -70,6 +73,8 @@ class EngineCore:
         if drafter is not None:
             drafter.observe(tokens, slot.n_past)
         slot.commit(len(tokens))
+        if not last:
+            self.trims.after_chunk(slot.n_past)
         return None if logits is None else logits[0]
 
     def decode(self, slot: Slot, token: int) -> Logits:
@@ -109,6 +114,17 @@ class EngineCore:
         self._check_thread()
         return {device: self._ledger.by_label(device) for device in self._ledger.devices()}
 
+    def stats(self) -> EngineStats:
+        """What was trimmed, and the most that was held."""
+        self._check_thread()
+        peaks = {device: self._ledger.peak(device) for device in self._ledger.devices()}
+        return EngineStats(trims=self.trims.counts, peak_bytes=peaks)
+
+    def release_scratch(self) -> None:
+        """Give scratch memory back; called when nothing is waiting."""
+        self._check_thread()
+        self.trims.release_scratch()
+
     def close(self) -> None:
         """Free everything; a second call does nothing."""
         self._check_thread()
@@ -121,6 +137,7 @@ class EngineCore:
         n_rows = max(1, min(self.chunk, ALL_LOGITS_BYTES // (4 * self._forwards.model.config.n_vocab)))
         slot = self.slots[0]
         slot.reset()
+        self.trims.begin(0, len(tokens))
         for start in range(0, len(tokens), n_rows):
             if cancelled():
                 raise Cancelled("the call was cancelled")
@@ -129,6 +146,7 @@ class EngineCore:
             rows = self._forwards.prefill(slot, part, "all", ahead=following)
             assert rows is not None
             slot.commit(len(part))
+            self.trims.after_chunk(slot.n_past)
             yield start, rows
 
     def _check_thread(self) -> None:

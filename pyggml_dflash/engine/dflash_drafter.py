@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,8 @@ from pyggml_dflash.arch.dflash import (
 )
 from pyggml_dflash.arch.dflash_config import DraftConfig
 from pyggml_dflash.engine.drafting import Proposal, distribution, ring_mask
-from pyggml_dflash.engine.graphs import Forwards, GraphCache
+from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.ggml.arena import TensorArena
@@ -37,8 +38,10 @@ from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights
+from pyggml_dflash.plan.measure import MemoryProbe
 
 INJECT_ROWS: Final = 256  # committed rows taken in with one graph; no ring is smaller
+KEPT_BLOCKS: Final = 3  # block graphs that a plan sets memory aside for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,9 @@ class DFlashDrafter:
         forwards: Forwards,
         type_k: ElementType,
         type_v: ElementType,
+        *,
+        kept_bytes: int | None = None,
+        relieve: Relieve | None = None,
     ) -> None:
         self.config, self._weights, self._forwards, self._backend = config, weights, forwards, backend
         self.capture = Capture(layers=config.target_layers)
@@ -92,7 +98,7 @@ class DFlashDrafter:
             arena.allocate(zero=True)
             self._inputs = InputArena(backend, ledger, "inputs", self._input_sizes())
             stack.callback(self._inputs.close)
-            self._cache = GraphCache(backend, ledger, "draft graphs")
+            self._cache = GraphCache(backend, ledger, "draft graphs", max_bytes=kept_bytes, relieve=relieve)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
@@ -188,6 +194,26 @@ class DFlashDrafter:
         scores = outputs[1].reshape(-1, n, n)  # [row, predecessor, successor]
         n_vocab = self._forwards.model.config.n_vocab
         return walk(outputs[0][:n_drafts], scores[:n_drafts], sampler if drawn else None, n_vocab)
+
+    def needs(self, probe: MemoryProbe) -> GraphNeeds:
+        """What its graphs take at the end of the context, without running one."""
+        spans = tuple(ring.n_cells for ring in self._kinds)
+        wants = ("candidates",) if self.config.selector else ("best", "logits")
+        n_features = self._forwards.record["features"].shape[1]
+        rows = min(INJECT_ROWS, n_features)
+        block = probe.largest(
+            (("block", spans, want), partial(self._graph_of, self._build_block, spans, want))
+            for want in wants
+        )
+        inject = probe.graph(("inject", rows), partial(self._graph_of, self._build_inject, 0, rows)).compute
+        n_inject = 1 + -(-n_features // INJECT_ROWS)
+        return GraphNeeds(kept=KEPT_BLOCKS * block + n_inject * inject)
+
+    @staticmethod
+    def _graph_of(
+        build: Callable[..., tuple[GraphBuilder, tuple[Tensor, ...]]], *arguments: Any
+    ) -> GraphBuilder:
+        return build(*arguments)[0]
 
     def _fill_block(self, anchor: int, n_past: int) -> None:
         block, inputs = self.config.block_size, self._inputs

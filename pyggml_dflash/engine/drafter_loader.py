@@ -11,6 +11,7 @@ from pyggml_dflash.arch.base import Architecture, Capture, StateUpdate
 from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter
+from pyggml_dflash.engine.graph_cache import Relieve
 from pyggml_dflash.engine.graphs import Forwards, Recording
 from pyggml_dflash.engine.mtp_drafter import MtpDrafter
 from pyggml_dflash.errors import UnsupportedModelError, UsageError
@@ -96,6 +97,9 @@ def make_drafter(
     ledger: Ledger,
     forwards: Forwards,
     stack: ExitStack,
+    *,
+    kept_bytes: int | None = None,
+    relieve: Relieve | None = None,
 ) -> Drafter:
     """Load what the plan names; `stack` frees it."""
     type_k, type_v = (ElementType[t.upper()] for t in (options.cache_type_k, options.cache_type_v))
@@ -107,14 +111,32 @@ def make_drafter(
             )
         block = mtp_block_of(forwards.model.config, options.mtp_convention)
         mtp = MtpDrafter(
-            backend, ledger, forwards, block, max_drafts=plan.max_width - 1, type_k=type_k, type_v=type_v
+            backend,
+            ledger,
+            forwards,
+            block,
+            max_drafts=plan.max_width - 1,
+            type_k=type_k,
+            type_v=type_v,
+            kept_bytes=kept_bytes,
+            relieve=relieve,
         )
         stack.callback(mtp.close)
         return mtp
     specs = check_tensors(plan.file, draft_tensors(plan.draft, forwards.model.config.n_vocab))
     placements = place_weights(plan.file, specs, backend, repack=options.repack != "off")
-    weights = LoadedWeights(plan.file, placements, backend, ledger)
+    weights = LoadedWeights(plan.file, placements, backend, ledger, label="draft weights")
     stack.callback(weights.close)
-    drafter = DFlashDrafter(backend, ledger, plan.draft, weights, forwards, type_k, type_v)
+    drafter = DFlashDrafter(
+        backend,
+        ledger,
+        plan.draft,
+        weights,
+        forwards,
+        type_k,
+        type_v,
+        kept_bytes=kept_bytes,
+        relieve=relieve,
+    )
     stack.callback(drafter.close)
     return drafter

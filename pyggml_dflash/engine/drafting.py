@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture
+from pyggml_dflash.engine.graph_cache import GraphNeeds
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.errors import BackendError
+from pyggml_dflash.plan.measure import MemoryProbe
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class Drafter(Protocol):
         proposal ends before the first row whose logits are no numbers. Whether a row is proposed depends
         on the rows before it and on its distribution, never on the token drawn there.
         """
+
+    def needs(self, probe: MemoryProbe) -> GraphNeeds:
+        """What its graphs take at the end of the context, without running one."""
 
     def close(self) -> None:
         """Free everything."""

@@ -94,6 +94,7 @@ class Generation:
         tokens, core = self._request.tokens, self._core
         n, chunk, slot = len(tokens), core.chunk, core.slots[0]
         logits: Logits | None = None
+        core.trims.begin(slot.n_past, n)
         if caller.progress is not None:
             caller.progress(Progress(phase="prefill", done=0, total=n))
         for start in range(0, n, chunk):

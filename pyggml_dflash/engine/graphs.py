@@ -10,8 +10,7 @@ leave the recurrent state alone until `commit` says how many of their rows stay.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -31,20 +30,25 @@ from pyggml_dflash.arch.base import (
     Step,
     Tap,
 )
+from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve, place
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
 from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
-from pyggml_dflash.ggml.graph import GraphAllocator, StepGraph
+from pyggml_dflash.ggml.graph import GraphAllocator
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
-from pyggml_dflash.ggml.placement import can_run, check_supported
+from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights
+from pyggml_dflash.plan.measure import Build, MemoryProbe
 from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 
-KEPT_GRAPHS: Final = 24  # of every kind together; the least recently used goes first
+# Of the widest verify and commit graphs, the memory that a plan sets aside; narrower ones share it.
+KEPT_VERIFIES: Final = 4
+KEPT_COMMITS: Final = 8
+SHORT_TAIL: Final = 16  # rows of a prompt's last chunk below which kernels take other paths
 
 Logits = npt.NDArray[np.float32]
 
@@ -74,59 +78,6 @@ class Recording:
     max_width: int  # rows of the widest verify forward
 
 
-class GraphCache:
-    """Graphs that run again, each with its memory, dropped in the order of their last use."""
-
-    def __init__(self, backend: Backend, ledger: Ledger, label: str) -> None:
-        self._backend, self._ledger, self._label = backend, ledger, label
-        self._kept: OrderedDict[Hashable, tuple[StepGraph, GraphAllocator]] = OrderedDict()
-
-    def get(self, key: Hashable, build: Callable[[], tuple[GraphBuilder, tuple[Tensor, ...]]]) -> StepGraph:
-        """The graph of `key`, built on first use."""
-        found = self._kept.get(key)
-        if found is not None:
-            self._kept.move_to_end(key)
-            return found[0]
-        while len(self._kept) >= KEPT_GRAPHS:
-            self._drop(*self._kept.popitem(last=False)[1])
-        allocator = GraphAllocator(self._backend, self._ledger, self._label)
-        try:
-            graph = place(self._backend, *build(), allocator)
-        except BaseException:
-            allocator.close()
-            raise
-        self._kept[key] = graph, allocator
-        return graph
-
-    @property
-    def keys(self) -> tuple[Hashable, ...]:
-        """What is kept, the least recently used first."""
-        return tuple(self._kept)
-
-    @staticmethod
-    def _drop(graph: StepGraph, allocator: GraphAllocator) -> None:
-        graph.close()
-        allocator.close()
-
-    def close(self) -> None:
-        """Free every graph."""
-        for kept in self._kept.values():
-            self._drop(*kept)
-        self._kept.clear()
-
-
-def place(
-    backend: Backend, builder: GraphBuilder, outputs: tuple[Tensor, ...], allocator: GraphAllocator
-) -> StepGraph:
-    """Check that the device can run the graph and give it memory; on failure the builder is closed."""
-    try:
-        check_supported(backend, builder)
-        return StepGraph(backend, builder, outputs, allocator)
-    except BaseException:
-        builder.close()
-        raise
-
-
 class Forwards:
     """Runs forwards over a table of slots. Never moves `n_past`: the caller commits."""
 
@@ -140,11 +91,17 @@ class Forwards:
         chunk: int,
         host: Backend | None,
         recording: Recording | None = None,
+        kept_bytes: int | None = None,
+        relieve: Relieve | None = None,
     ) -> None:
-        """`host`: a CPU backend to gather embedding rows on when `backend` is no host device."""
+        """`host`: a CPU backend to gather embedding rows on when `backend` is no host device.
+
+        `kept_bytes`: most compute memory of the graphs that are kept; None: no limit.
+        """
         self._backend, self._ledger, self.model, self._slots = backend, ledger, model, slots
         self.n_ctx, self.chunk, self.recording = slots.layout.n_ctx, chunk, recording
         self.record: dict[str, Tensor] = {}
+        self._relieve = relieve
         max_width = 1 if recording is None else recording.max_width
         with ExitStack() as stack:
             self.feeder = model.architecture.feeder(model.config, model.weights)
@@ -161,7 +118,7 @@ class Forwards:
             self._many = self._inputs(stack, chunk)
             self._prefill = GraphAllocator(backend, ledger, "prefill graph")
             stack.callback(self._prefill.close)
-            self._cache = GraphCache(backend, ledger, "decode graphs")
+            self._cache = GraphCache(backend, ledger, "decode graphs", max_bytes=kept_bytes, relieve=relieve)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
@@ -223,7 +180,7 @@ class Forwards:
             form=self._form(n_past, n, n_kv),
         )
         self._fill(self._many, slot, tokens, key)
-        graph = place(self._backend, *self._build(key, self._many), self._prefill)
+        graph = place(self._backend, *self._build(key, self._many), self._prefill, self._relieve)
         if self.feeder is not None and ahead:
             self.feeder.expect(ahead, (*slot.recent, *tokens)[-RECENT_TOKENS:])
         try:
@@ -270,11 +227,71 @@ class Forwards:
         """Bring the recurrent state to the first `n_keep` rows of the last verify forward of `width` rows."""
         assert self.recording is not None
         commit = Commit(slot=slot.id, update=self.recording.update, width=width, n_keep=n_keep)
-        if self.model.architecture.record_tensors(self.model.config, commit.update, width):
+        if self._records_state(commit):
             self._cache.get(commit, lambda: self._build_commit(commit)).run()
 
     def _form(self, n_past: int, n_tokens: int, n_kv: int) -> str:
         return self.model.architecture.form(self.model.config, n_past, n_tokens, n_kv)
+
+    def _records_state(self, commit: Commit) -> bool:
+        model = self.model
+        return bool(model.architecture.record_tensors(model.config, commit.update, commit.width))
+
+    def needs(self, probe: MemoryProbe) -> GraphNeeds:
+        """What the forwards of a whole context take, without running one."""
+        captures, depths = self.recording is not None, self._depths()
+        chunks = [
+            GraphKey(
+                n_tokens=n,
+                n_kv=n_kv,
+                slot=0,
+                output="last",
+                capture=captures,
+                form=self._form(n_kv - n, n, n_kv),
+            )
+            for n in {self.chunk, min(self.chunk, SHORT_TAIL), 1}
+            for n_kv in (depths if n == 1 else {self.n_ctx})
+        ]
+        decode = probe.largest(self._to_measure(key) for key in chunks if key.n_tokens == 1)
+        kept = 2 * len(self._slots.slots) * decode  # this bucket of cache rows and the one before
+        if self.recording is not None:
+            kept += self._speculation_needs(probe, self.recording, depths)
+        return GraphNeeds(shared=probe.largest(map(self._to_measure, chunks)), kept=kept)
+
+    def _speculation_needs(self, probe: MemoryProbe, recording: Recording, depths: set[int]) -> int:
+        width, update = recording.max_width, recording.update
+        verifies = [
+            GraphKey(
+                n_tokens=width,
+                n_kv=n_kv,
+                slot=0,
+                output="all",
+                update=update,
+                capture=True,
+                form=self._form(n_kv - width, width, n_kv),
+            )
+            for n_kv in depths
+        ]
+        kept = KEPT_VERIFIES * probe.largest(map(self._to_measure, verifies))
+        commit = Commit(slot=0, update=update, width=width, n_keep=width)
+        if self._records_state(commit):
+            kept += KEPT_COMMITS * probe.graph(commit, lambda: self._build_commit(commit)[0]).compute
+        return kept
+
+    def _depths(self) -> set[int]:
+        """Cache rows at which graphs are largest: at the end, and where attention without flash ends."""
+        plain = self.model.plain_kv
+        last_plain = (plain.stop - 1) // BUCKET * BUCKET
+        return {self.n_ctx, *([last_plain] if plain and last_plain < self.n_ctx else [])}
+
+    def builder(self, key: GraphKey) -> GraphBuilder:
+        """The graph of a forward, as it would be placed; the caller closes it."""
+        is_verify = key.update != "commit"
+        inputs = self._one if key.n_tokens == 1 else self._few if is_verify else self._many
+        return self._build(key, inputs)[0]
+
+    def _to_measure(self, key: GraphKey) -> tuple[GraphKey, Build]:
+        return key, lambda: self.builder(key)
 
     def _fill(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)

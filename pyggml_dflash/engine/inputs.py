@@ -98,7 +98,8 @@ class Inputs:
         self._extra = {name: self._arena[name] for name in extra}
         self._extra_arrays = {name: x.array for name, x in self._extra.items()}
         self.mask.array[:] = -np.inf
-        self._triangle = np.triu(np.full((max_rows, max_rows), -np.inf, np.float16), 1)
+        n_triangle = 0 if ledger.dry else max_rows
+        self._triangle = np.triu(np.full((n_triangle, n_triangle), -np.inf, np.float16), 1)
         self._n_embd, self._embedded = config.n_embd, embedded
         self._shown: tuple[int, int] | None = None  # slot and n_past that a one-row mask shows
 

@@ -6,7 +6,9 @@ options, device, and the bytes that context and weights will need.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import logging
+import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,45 +16,24 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.arch import architecture_of
-from pyggml_dflash.arch.base import Architecture, GraphKey, StateLayout
+from pyggml_dflash.engine.assembly import Assembly, Blueprint, assemble, draw, open_model
 from pyggml_dflash.engine.core import EngineCore
-from pyggml_dflash.engine.drafter_loader import (
-    SpeculationPlan,
-    choose_recording,
-    make_drafter,
-    plan_speculation,
-)
-from pyggml_dflash.engine.graphs import Forwards, Model, Recording, build_forward
-from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
-from pyggml_dflash.errors import (
-    BackendError,
-    ContextFitError,
-    ContextOverflowError,
-    DamagedFileError,
-    UsageError,
-)
-from pyggml_dflash.ggml.device import Backend, choose_device, devices
+from pyggml_dflash.engine.fit import Planner, kept_bytes
+from pyggml_dflash.engine.fit_report import FitReport, make_report
+from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
+from pyggml_dflash.errors import ContextOverflowError, DamagedFileError, DeviceMemoryError, UsageError
+from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.element import ElementType
-from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ledger import Ledger
-from pyggml_dflash.ggml.placement import check_supported
 from pyggml_dflash.model.chat import ChatTemplate
-from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.tokenizer import Tokenizer
-from pyggml_dflash.model.weights import LoadedWeights, Placement, check_tensors, place_weights
+from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.plan.chunk import ChunkPlan
+from pyggml_dflash.plan.context import ContextChoice, step_for
 from pyggml_dflash.requests import GenerationRequest, Progress, ProgressCallback
-from pyggml_dflash.state.slot import SlotTable
 
-DEFAULT_MODEL: Final = Path(__file__).resolve().parent.parent / "models" / "pico-q8_0.gguf"
-DEFAULT_MAX_CTX: Final = 8192
-DEFAULT_CHUNK: Final = 512
-N_SLOTS: Final = 1
-# For one row ggml's fused attention on CPUs is slower than the plain one from about 200 cache rows on: a step
-# takes 7 to 25 % longer (SmolLM2 135M, 240 to 4000 rows). Below, and for prompt chunks, it is the faster one.
-# The plain one copies the values of a layer, so its use ends at a context not far above the measured ones.
-CPU_PLAIN_KV: Final = range(BUCKET + 1, 16 * 1024 + 1)
+LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +69,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: ChatTemplate
     info: EngineInfo
+    fit: FitReport
     forbidden_ids: npt.NDArray[np.int64] | None  # vocabulary rows without a token
     spec_width: int | None  # rows of every verify forward, where the user says so
 
@@ -100,190 +82,178 @@ class Loaded:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Options after every choice is made, before anything is allocated."""
-
-    n_ctx: int
-    chunk: int
-    type_k: ElementType
-    type_v: ElementType
-    layout: StateLayout
-
-
-def settle(options: EngineOptions, architecture: Architecture, config: ModelConfig) -> Settings:
-    """Choose what options leave open; a value that cannot be used raises `UsageError`."""
-    trained = config.n_ctx_train
-    n_ctx = min(trained, DEFAULT_MAX_CTX) if options.max_ctx is None else options.max_ctx
-    if n_ctx > trained:
-        raise UsageError(f"max_ctx is {n_ctx}; this model was trained for at most {trained}")
-    chunk = min(DEFAULT_CHUNK, n_ctx) if options.chunk == "auto" else options.chunk
-    if chunk > n_ctx:
-        raise UsageError(f"chunk is {chunk}; it must be at most the context of {n_ctx}")
-    types = []
-    for name in ("cache_type_k", "cache_type_v"):
-        type = ElementType[getattr(options, name).upper()]
-        if config.head_dim % type.block:
-            raise UsageError(
-                f"{name} is {type.label!r}; heads of {config.head_dim} are no whole number of its blocks "
-                f"of {type.block}: use f16, bf16 or f32"
-            )
-        types.append(type)
-    layout = architecture.state_layout(config, bucketed(n_ctx), types[0], types[1])
-    return Settings(n_ctx=n_ctx, chunk=chunk, type_k=types[0], type_v=types[1], layout=layout)
-
-
-def check_memory(
-    settings: Settings, placements: list[Placement], config: ModelConfig, free: int, device: str
-) -> None:
-    """Raise `ContextFitError` if state, inputs and moved weights exceed what is free on the device."""
-    moved = sum(p.source.n_bytes for p in placements if p.kind != "mapped")
-    layout, n_ctx = settings.layout, settings.layout.n_ctx
-    per_position = (layout.slot_bytes - layout.recurrent_bytes) // n_ctx + 2 * (settings.chunk + 1)
-    logits = 4 * config.n_vocab
-    fixed = moved + layout.recurrent_bytes + logits
-    needed = fixed + per_position * n_ctx
-    if needed > free:
-        fits = max(0, (free - fixed) // max(1, per_position) // BUCKET * BUCKET)
-        raise ContextFitError(asked=settings.n_ctx, fits=fits, missing=needed - free, device=device)
-
-
 def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
-    """Open the file, check everything, then allocate and upload. Runs on the engine's thread."""
+    """Open the file, check everything, fit the context, then allocate. Runs on the engine's thread."""
+    if options.slots > 1:
+        raise UsageError(f"slots is {options.slots}; this version serves one sequence at a time")
     with ExitStack() as stack:
-        file = GgufFile.open(options.model or DEFAULT_MODEL)
-        stack.callback(file.close)
-        name, architecture = architecture_of(file)
-        config = architecture.read_config(file, name)
-        plan = plan_speculation(options, file, config, stack)
-        more = () if plan is None else plan.target_tensors
-        specs = check_tensors(file, [*architecture.tensors(config, file), *more])
+        model = open_model(options, stack)
+        file, config = model.file, model.config
         tokenizer = Tokenizer.from_metadata(file.metadata, nfc=options.nfc)
         if tokenizer.n_vocab > config.n_vocab:
             raise DamagedFileError(
                 f"{file.path}: {tokenizer.n_vocab} tokens, but 'token_embd.weight' has {config.n_vocab} rows"
             )
         template = ChatTemplate.from_metadata(file.metadata, tokenizer)
-        settings = settle(options, architecture, config)
-
-        ledger = Ledger()
-        backend = Backend(choose_device(options.device), threads=options.threads)
-        stack.callback(backend.close)
-        placements = place_weights(file, specs, backend, repack=options.repack != "off")
-        check_memory(
-            settings, placements, config, ledger.free(backend.name, backend.memory_free()), backend.name
-        )
-        weights = LoadedWeights(
-            file,
-            placements,
-            backend,
-            ledger,
-            lambda done, total: report(Progress(phase="load", done=done, total=total)),
-        )
-        stack.callback(weights.close)
-        slots = SlotTable(backend, ledger, settings.layout, N_SLOTS)
-        stack.callback(slots.close)
-        flash = choose_flash_attn(options, backend, ledger, Model(architecture, config, weights, True), slots)
-        model = Model(architecture, config, weights, flash, plain_kv(options, backend))
-        host = None if backend.is_host else _host_backend(stack, options.threads)
-        free = ledger.free(backend.name, backend.memory_free())
-        recording = None if plan is None else choose_recording(plan, architecture, config, backend, free)
-        forwards = Forwards(
-            backend, ledger, model, slots, chunk=settings.chunk, host=host, recording=recording
-        )
-        stack.callback(forwards.close)
-        drafter = None if plan is None else make_drafter(plan, options, backend, ledger, forwards, stack)
-        info = _info(
-            options, file, config, settings, backend, weights, flash, slots, template, recording, plan
-        )
+        ledger = Ledger(caps=options.device_cap)
+        blueprint = draw(options, model, stack, ledger)
+        built = build(blueprint, ledger, stack, report)
+        info = _info(blueprint, built, template)
         unused = sorted({*tokenizer.unused_ids, *range(tokenizer.n_vocab, config.n_vocab)})
         return Loaded(
-            core=EngineCore(forwards, slots, ledger, settings.n_ctx, stack.pop_all(), drafter),
+            core=EngineCore(
+                built.parts.forwards,
+                built.parts.slots,
+                ledger,
+                built.fit.n_ctx,
+                stack.pop_all(),
+                built.parts.drafter,
+                trims=built.trims,
+            ),
             tokenizer=tokenizer,
             template=template,
             info=info,
+            fit=built.fit,
             forbidden_ids=np.array(unused, np.int64) if unused else None,
             spec_width=options.spec_width,
         )
 
 
-def _host_backend(stack: ExitStack, threads: int | None) -> Backend:
-    cpu = next(d for d in devices() if d.kind == "cpu")
-    host = Backend(cpu, threads=threads)
-    stack.callback(host.close)
-    return host
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What was allocated for a blueprint, and the plan that it follows."""
+
+    fit: FitReport
+    weights: LoadedWeights
+    parts: Assembly
+    trims: PoolTrims
 
 
-def choose_flash_attn(
-    options: EngineOptions, backend: Backend, ledger: Ledger, model: Model, slots: SlotTable
-) -> bool:
-    """Whether to use fused attention: as asked, or where the device can; a cache that needs it insists."""
-    if options.flash_attn == "off":
-        return False
-    config = model.config
-    inputs = Inputs(
-        backend,
+def build(blueprint: Blueprint, ledger: Ledger, stack: ExitStack, report: ProgressCallback) -> Built:
+    """Fit the context, load the weights, look again at what is free, and make everything else."""
+    with closing(Planner(blueprint, ledger)) as planner:
+        return _build(blueprint, planner, ledger, stack, report)
+
+
+def _build(
+    blueprint: Blueprint, planner: Planner, ledger: Ledger, stack: ExitStack, report: ProgressCallback
+) -> Built:
+    started = time.perf_counter()
+    choice = planner.choose()
+    if choice.plan is None:
+        raise planner.refuse(choice)
+    fitted_s = time.perf_counter() - started
+    _reserve(blueprint, ledger, stack)
+    weights = LoadedWeights(
+        blueprint.file,
+        list(blueprint.placements),
+        blueprint.backend,
         ledger,
-        model.architecture,
-        config,
-        max_rows=1,
-        max_kv=BUCKET,
-        embedded=not backend.is_host,
+        lambda done, total: report(Progress(phase="load", done=done, total=total)),
     )
-    try:
-        key = GraphKey(n_tokens=1, n_kv=BUCKET, slot=0, output="last")
-        builder, _ = build_forward(backend, model, slots.tensors, inputs, key)
+    stack.callback(weights.close)
+    choice = _verified(planner, choice)
+    while True:
+        assert choice.plan is not None
         try:
-            check_supported(backend, builder)
-        finally:
-            builder.close()
-    except BackendError as error:
-        quantized = options.cache_type_v in ("q8_0", "q4_0")
-        if options.flash_attn == "on" or quantized:
-            raise BackendError(f"flash attention is not possible: {error}") from error
-        return False
-    finally:
-        inputs.close()
-    return True
+            plan, trims, parts = _allocated(planner, choice.plan, weights, ledger, stack)
+            break
+        except DeviceMemoryError:
+            smaller = _smaller(planner, choice.plan.n_ctx) if planner.is_auto else None
+            if smaller is None:
+                raise
+            choice = smaller
+    fit = make_report(planner, plan, choice, seconds=fitted_s)
+    LOG.info(
+        "fit: %d tokens x %d slots (trained %d, %d probes, chunk %d)",
+        fit.n_ctx,
+        fit.slots,
+        fit.n_ctx_train,
+        len(fit.trace),
+        fit.chunk,
+    )
+    return Built(fit=fit, weights=weights, parts=parts, trims=trims)
 
 
-def plain_kv(options: EngineOptions, backend: Backend) -> range:
-    """Cache rows over which decode and verify go without flash attention where the choice is ours."""
-    floats = all(t in ("f32", "f16", "bf16") for t in (options.cache_type_k, options.cache_type_v))
-    return CPU_PLAIN_KV if options.flash_attn == "auto" and backend.is_host and floats else range(0)
+def _reserve(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> None:
+    """Take memory that nobody uses, so that a large device acts as a small one."""
+    n_bytes = blueprint.options.device_reserve_mib * 2**20
+    if n_bytes:
+        arena = TensorArena(blueprint.backend, ledger, "reserve", n_tensors=1)
+        stack.callback(arena.close)
+        arena.declare("reserve", ElementType.I32, n_bytes // 4)
+        arena.allocate()
 
 
-def _info(
-    options: EngineOptions,
-    file: GgufFile,
-    config: ModelConfig,
-    settings: Settings,
-    backend: Backend,
-    weights: LoadedWeights,
-    flash: bool,
-    slots: SlotTable,
-    template: ChatTemplate,
-    recording: Recording | None,
-    plan: SpeculationPlan | None,
-) -> EngineInfo:
+def _verified(planner: Planner, choice: ContextChoice) -> ContextChoice:
+    """The choice, if it still fits now that the weights are there; the headroom may be used up by then."""
+    assert choice.plan is not None
+    planner.read_free()
+    plan = planner.plan_at(choice.plan.n_ctx)
+    if all(share.balance + share.headroom >= 0 for share in plan.shares):
+        return choice
+    again = planner.choose(most=plan.n_ctx)
+    if again.plan is None:
+        raise planner.refuse(again)
+    return again
+
+
+def _allocated(
+    planner: Planner, plan: ChunkPlan, weights: LoadedWeights, ledger: Ledger, stack: ExitStack
+) -> tuple[ChunkPlan, PoolTrims, Assembly]:
+    """Everything beside the weights; a failure frees what was made of it."""
+    plan, blueprint = planner.with_chunk(plan), planner.blueprint
+    interval = blueprint.options.trim_interval or 0
+    trims = PoolTrims(BackendPools([blueprint.backend], ledger), interval, chunk=plan.chunk)
+    with ExitStack() as attempt:
+        parts = assemble(
+            blueprint,
+            weights,
+            planner.settings(plan.n_ctx, plan.chunk),
+            ledger,
+            attempt,
+            kept=kept_bytes(plan),
+            relieve=trims.relieve,
+        )
+        stack.push(attempt.pop_all())
+    return plan, trims, parts
+
+
+def _smaller(planner: Planner, n_ctx: int) -> ContextChoice | None:
+    """A context by a quarter smaller than one that could not be allocated after all, if it fits."""
+    step = step_for(planner.config.n_ctx_train)
+    most = (n_ctx - 1 - n_ctx // 4) // step * step  # the system does not tell how much it lacks
+    if most < max(step, planner.options.min_ctx or 0):
+        return None
+    planner.read_free()
+    choice = planner.choose(most=most)
+    if choice.plan is None:
+        return None
+    LOG.warning("a context of %d cannot be allocated; %d is tried", n_ctx, choice.plan.n_ctx)
+    return choice
+
+
+def _info(blueprint: Blueprint, built: Built, template: ChatTemplate) -> EngineInfo:
+    options, file, config, fit = blueprint.options, blueprint.file, blueprint.config, built.fit
+    speculation, recording = blueprint.speculation, blueprint.recording
     return EngineInfo(
         model=file.path,
         name=file.get_str("general.name", file.path.stem),
         architecture=config.architecture,
-        device=backend.name,
-        threads=backend.n_threads,
-        n_ctx=settings.n_ctx,
+        device=blueprint.backend.name,
+        threads=blueprint.backend.n_threads,
+        n_ctx=fit.n_ctx,
         n_ctx_train=config.n_ctx_train,
         n_vocab=config.n_vocab,
         n_layer=config.n_layer,
-        chunk=settings.chunk,
+        chunk=fit.chunk,
         cache_type_k=options.cache_type_k,
         cache_type_v=options.cache_type_v,
-        flash_attn=flash,
-        weight_bytes=dict(weights.n_bytes),
-        state_bytes=slots.n_bytes,
+        flash_attn=blueprint.flash_attn,
+        weight_bytes=dict(built.weights.n_bytes),
+        state_bytes=built.parts.slots.n_bytes,
         has_chat_template=template.exists,
         reasoning_supported=template.reasoning_supported,
-        spec="off" if plan is None else plan.kind,
+        spec="off" if speculation is None else speculation.kind,
         rollback=None if recording is None else recording.update,
     )

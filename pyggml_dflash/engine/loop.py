@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -253,7 +253,7 @@ class EngineThread:
             loaded.core.close()
 
     def _serve(self, loaded: Loaded) -> None:
-        while (command := self._commands.get()) is not None:
+        while (command := self._next(loaded.core)) is not None:
             if self._closing.is_set():
                 _refuse(command)
                 continue
@@ -266,6 +266,14 @@ class EngineThread:
                 self._run_call(loaded.core, command)
             self._running = None
 
+    def _next(self, core: EngineCore) -> RequestHandle | _Call[Any] | None:
+        """The next command; scratch memory goes back to the driver before a wait for it."""
+        try:
+            return self._commands.get_nowait()
+        except queue.Empty:
+            core.release_scratch()
+            return self._commands.get()
+
     def _run_call(self, core: EngineCore, call: _Call[Any]) -> None:
         try:
             call.future.set_result(call.function(core, lambda: call.cancelled))
@@ -275,9 +283,18 @@ class EngineThread:
 
 
 def _patient(future: Future[T]) -> T:
-    """The future's result, waiting in pieces so that an interrupt is seen soon."""
+    """The future's result, waiting in pieces so that an interrupt is seen soon.
+
+    It waits on a queue made in C: `concurrent.futures.wait` raises RuntimeError when it is interrupted at the
+    moment at which it takes its lock back.
+    """
+    ready: queue.SimpleQueue[object] = queue.SimpleQueue()
+    future.add_done_callback(ready.put)
     while not future.done():
-        wait([future], timeout=WAIT_S)
+        try:
+            ready.get(timeout=WAIT_S)
+        except queue.Empty:
+            continue
     return future.result()
 
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture, GraphKey, MtpBlock, Step
 from pyggml_dflash.engine.drafting import Proposal, distribution
-from pyggml_dflash.engine.graphs import Forwards, GraphCache
+from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.ggml.arena import TensorArena
@@ -24,8 +25,10 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.plan.measure import MemoryProbe
 
 INJECT_ROWS: Final = 512
+KEPT_STEPS: Final = 4  # of either kind, in this bucket of cache rows and the one before
 
 
 class MtpDrafter:
@@ -43,6 +46,8 @@ class MtpDrafter:
         max_drafts: int,
         type_k: ElementType,
         type_v: ElementType,
+        kept_bytes: int | None = None,
+        relieve: Relieve | None = None,
     ) -> None:
         self._backend, self._forwards, self.max_drafts = backend, forwards, max_drafts
         self.capture = Capture(hidden=True)
@@ -72,7 +77,7 @@ class MtpDrafter:
             )
             self._extra = tuple(extra)
             stack.callback(self._inputs.close)
-            self._cache = GraphCache(backend, ledger, "draft graphs")
+            self._cache = GraphCache(backend, ledger, "draft graphs", max_bytes=kept_bytes, relieve=relieve)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
         self._n_seen = 0
@@ -179,11 +184,24 @@ class MtpDrafter:
             tokens.append(token)
         return Proposal(tuple(tokens), tuple(distributions) if drawn else None)
 
+    def needs(self, probe: MemoryProbe) -> GraphNeeds:
+        """What its graphs take at the end of the context, without running one."""
+        n_hidden, n_cells = self._forwards.record["hidden"].shape[1], self._n_cells
+        rows = min(INJECT_ROWS, n_hidden - 1)
+        inject = probe.graph(("inject", rows), lambda: self._build_inject(0, rows)[0]).compute
+        key = self._step_key(n_cells - 1, n_cells)
+        step = probe.graph(("step", key), lambda: self._build_step(key, True)[0]).compute
+        n_inject = 1 + -(-n_hidden // INJECT_ROWS)
+        return GraphNeeds(kept=KEPT_STEPS * step + n_inject * inject)
+
+    def _step_key(self, cell: int, n_kv: int) -> GraphKey:
+        return GraphKey(n_tokens=1, n_kv=n_kv, slot=0, output="all", form=self._block.form(cell, 1, n_kv))
+
     def _step(self, token: int, position: int, *, own: bool) -> npt.NDArray[Any]:
         block, mask = self._block, self._inputs["mask"]
         cell = position - block.shift
         n_kv = bucketed(cell + 1)
-        key = GraphKey(n_tokens=1, n_kv=n_kv, slot=0, output="all", form=block.form(cell, 1, n_kv))
+        key = self._step_key(cell, n_kv)
         self._fill((token,), position, key)
         first_cell = block.first_token - block.shift
         mask.array[:first_cell] = -np.inf

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 
 from pyggml_dflash.arch import architecture_of
-from pyggml_dflash.engine.loader import Settings, settle
+from pyggml_dflash.engine.assembly import Settings, settle
 from pyggml_dflash.errors import ModelFileError
 from pyggml_dflash.ggml.gguf import GgufFile, MetaValue, Strings, TensorInfo
 from pyggml_dflash.model.config import ModelConfig

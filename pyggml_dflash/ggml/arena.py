@@ -62,6 +62,7 @@ class TensorArena:
         self._ledger = ledger
         self._buffer_type = backend.buffer_type if buffer_type is None else buffer_type
         self._n_left = n_tensors
+        self._declared: list[Tensor] = []
         self.n_bytes = 0
         self._stack = ExitStack()
         self._context = Context(n_tensors)
@@ -74,17 +75,26 @@ class TensorArena:
         ne = ffi.new("int64_t[]", list(shape))
         tensor = lib.ggml_new_tensor(self._context.ptr, int(type), len(shape), ne)
         lib.ggml_set_name(tensor, name.encode()[:63])
-        return Tensor(tensor)
+        self._declared.append(Tensor(tensor))
+        return self._declared[-1]
 
     def measure(self) -> int:
         """Bytes that `allocate` would take."""
         return int(lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._context.ptr, self._buffer_type))
 
     def allocate(self, *, zero: bool = False) -> None:
-        """Give every declared tensor memory; raises `DeviceMemoryError` and leaves nothing behind."""
+        """Give every declared tensor memory; raises `DeviceMemoryError` and leaves nothing behind.
+
+        With a dry ledger the tensors get a buffer of no bytes: graphs over them can be built and measured.
+        """
         wanted = self.measure()
         device = self.backend.name
         charge = self._ledger.charge(device, self.label, wanted)
+        if self._ledger.dry:
+            self._stack.callback(charge.release)
+            self._stand_in()
+            self.n_bytes = wanted
+            return
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._context.ptr, self._buffer_type)
         if buffer == ffi.NULL:
             charge.release()
@@ -96,8 +106,16 @@ class TensorArena:
         if zero:
             lib.ggml_backend_buffer_clear(buffer, 0)
 
+    def _stand_in(self) -> None:
+        """Tell ggml that the tensors lie in a buffer of this type, so that no graph allocates them."""
+        buffer = Buffer(lib.ggml_backend_buft_alloc_buffer(self._buffer_type, 0), self._context)
+        self._stack.callback(buffer.close)
+        for tensor in self._declared:
+            tensor.ptr.buffer = buffer.ptr
+
     def close(self) -> None:
         """Free the tensors; a second call does nothing."""
+        self._declared.clear()
         self._stack.close()
 
 

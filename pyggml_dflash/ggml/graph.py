@@ -111,11 +111,14 @@ class Input:
 
     __slots__ = ("_backend", "_raw", "_shared", "array", "tensor")
 
-    def __init__(self, backend: Backend, tensor: Tensor) -> None:
+    def __init__(self, backend: Backend, tensor: Tensor, *, dry: bool = False) -> None:
+        """`dry`: the tensor has no memory, and the array is empty."""
         self._backend, self.tensor = backend.ptr, tensor
         self._shared = tensor.is_host
-        if self._shared:
-            self.array: npt.NDArray[Any] = host_view(tensor).reshape(-1)
+        if dry:
+            self.array: npt.NDArray[Any] = np.empty(0, DTYPES[tensor.type])
+        elif self._shared:
+            self.array = host_view(tensor).reshape(-1)
         else:
             self.array = np.zeros(int(np.prod(tensor.shape)), DTYPES[tensor.type])
         self._raw: CData = ffi.from_buffer("char[]", self.array)
@@ -142,7 +145,7 @@ class InputArena:
             arena.allocate(zero=True)
             for tensor in tensors.values():
                 lib.ggml_set_input(tensor.ptr)
-            self._inputs = {name: Input(backend, tensor) for name, tensor in tensors.items()}
+            self._inputs = {name: Input(backend, tensor, dry=ledger.dry) for name, tensor in tensors.items()}
             self.n_bytes = arena.n_bytes
             self._stack = stack.pop_all()
 

@@ -1,7 +1,8 @@
 """What this process allocated per device and label, and caps below the hardware's. Layer 1.
 
 A cap makes a large device act like a small one, so that running out of memory can be arranged
-on any machine. Every buffer of ours is charged here before ggml is asked for it.
+on any machine. Every buffer of ours is charged here before ggml is asked for it. A dry ledger is
+charged in the same way and nothing is allocated: what an engine would take is known before it is made.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Ledger:
     """Charged bytes by device and label; used by one thread."""
 
     caps: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes we may hold there
+    dry: bool = False  # arenas that charge here take no memory: their tensors can be measured, not used
     _held: dict[str, Counter[str]] = field(default_factory=dict)
     _peak: dict[str, int] = field(default_factory=dict)
 

@@ -125,7 +125,10 @@ def place_weights(
 
 
 class LoadedWeights:
-    """Every tensor of a model, on its device; owns their memory. Layer code asks by name."""
+    """Every tensor of a model, on its device; owns their memory. Layer code asks by name.
+
+    With a dry ledger nothing is read or moved: the tensors are there for graphs to be measured.
+    """
 
     def __init__(
         self,
@@ -134,8 +137,11 @@ class LoadedWeights:
         backend: Backend,
         ledger: Ledger,
         progress: LoadProgress | None = None,
+        *,
+        label: str = "weights",
     ) -> None:
-        self.file = file
+        """`label`: what the ledger calls them."""
+        self.file, self._label = file, label
         self.n_bytes: dict[str, int] = {}
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as stack:
@@ -143,7 +149,8 @@ class LoadedWeights:
             moved = [p for p in placements if p.kind != "mapped"]
             arenas = self._declare(stack, moved, backend, ledger)
             del arenas
-            self._fill(moved, progress)
+            if not ledger.dry:
+                self._fill(moved, progress)
             self._stack = stack.pop_all()
 
     def _place_mapped(
@@ -158,7 +165,7 @@ class LoadedWeights:
         n_bytes = sum(p.source.n_bytes for p in mapped)
         self.n_bytes["mapped"] = n_bytes
         if backend.is_host and n_bytes:
-            stack.callback(ledger.charge(backend.name, "weights (mapped)", n_bytes).release)
+            stack.callback(ledger.charge(backend.name, f"{self._label} (mapped)", n_bytes).release)
 
     def _declare(
         self, stack: ExitStack, moved: list[Placement], backend: Backend, ledger: Ledger
@@ -167,7 +174,7 @@ class LoadedWeights:
         arenas: dict[str, TensorArena] = {}
         for kind in sorted({p.kind for p in moved}):
             inside = [p for p in moved if p.kind == kind]
-            label = "weights" if kind == "uploaded" else f"weights ({kind})"
+            label = self._label if kind == "uploaded" else f"{self._label} ({kind})"
             arena = TensorArena(backend, ledger, label, n_tensors=len(inside), buffer_type=layouts.get(kind))
             stack.callback(arena.close)
             for p in inside:

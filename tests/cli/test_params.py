@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from dflash_cli.main import cli
-from dflash_cli.params import ChunkSize, ContextLength, Seed, TokenBias
+from dflash_cli.params import ChunkSize, ContextLength, DeviceCap, MaxContext, Seed, TokenBias, TrimInterval
 
 K, M = 1024, 1024 * 1024
 
@@ -22,6 +22,15 @@ K, M = 1024, 1024 * 1024
         (ContextLength(), "8k", 8 * K),
         (ContextLength(), "32K", 32 * K),
         (ContextLength(), "1m", M),
+        (MaxContext(), "auto", "auto"),
+        (MaxContext(), "auto:64k", "auto:65536"),
+        (MaxContext(), "8k", 8 * K),
+        (DeviceCap(), "CUDA0=24576", ("CUDA0", 24576 * M)),
+        (DeviceCap(), "CPU=1.5GiB", ("CPU", 1536 * M)),
+        (DeviceCap(), "a=b=900KiB", ("a=b", 900 * K)),
+        (TrimInterval(), " 8192 ", 8192),
+        (TrimInterval(), "off", 0),
+        (TrimInterval(), "auto", "auto"),
         (ChunkSize(), "512", 512),
         (ChunkSize(), "auto", "auto"),
         (TokenBias(), "198=-5", (198, -5.0)),
@@ -44,7 +53,19 @@ REFUSED = [
     ("--max-ctx", "8 k"),
     ("--max-ctx", "٣"),
     ("--max-ctx", ""),
-    ("--max-ctx", "auto"),
+    ("--max-ctx", "auto:"),
+    ("--max-ctx", "auto:0"),
+    ("--max-ctx", "auto:x"),
+    ("--max-ctx", "most:8k"),
+    ("--min-ctx", "auto"),
+    ("--device-cap", "CPU"),
+    ("--device-cap", "=5"),
+    ("--device-cap", "CPU=5TiB"),
+    ("--device-cap", "CPU=-5"),
+    ("--prefill-pool-trim-tokens", "8k"),
+    ("--prefill-pool-trim-tokens", "-1"),
+    ("--prefill-pool-trim-tokens", ""),
+    ("--prefill-pool-trim-tokens", "99999999999"),
     ("--chunk", "12q"),
     ("--chunk", "-1"),
     ("--logit-bias", "5"),

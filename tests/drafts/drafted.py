@@ -16,11 +16,11 @@ from pyggml_dflash.arch import architecture_of, mtp_block_of
 from pyggml_dflash.arch.base import Capture, StateUpdate
 from pyggml_dflash.arch.dflash import BlockInputs, build_block
 from pyggml_dflash.arch.dflash_config import Causality, DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.engine.assembly import settle
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter, Proposal
 from pyggml_dflash.engine.graphs import Forwards, Model, Recording
 from pyggml_dflash.engine.inputs import bucketed
-from pyggml_dflash.engine.loader import settle
 from pyggml_dflash.engine.mtp_drafter import MtpDrafter
 from pyggml_dflash.ggml.arena import read
 from pyggml_dflash.ggml.device import Backend, choose_device

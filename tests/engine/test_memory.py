@@ -10,8 +10,8 @@ import pytest
 
 from pyggml_dflash import ContextFitError, DeviceMemoryError, UsageError
 from pyggml_dflash.arch import architecture_of
+from pyggml_dflash.engine.assembly import settle
 from pyggml_dflash.engine.graphs import BUCKET, Forwards, Model
-from pyggml_dflash.engine.loader import check_memory, settle
 from pyggml_dflash.ggml.device import Backend, choose_device
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ledger import Ledger
@@ -21,7 +21,6 @@ from pyggml_dflash.state.slot import SlotTable
 from tests.engine.apart import program
 from tests.engine.hostile import edited
 from tests.engine.tiny import LLAMA, QWEN3, QWEN35, opened, prompt
-from tests.reference.opened import assembled, on_the_cpu
 
 
 @pytest.fixture(scope="module")
@@ -93,25 +92,6 @@ def test_a_context_beyond_the_training_is_refused_with_the_most_possible() -> No
 def test_a_chunk_beyond_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="chunk is 65; it must be at most the context of 64"):
         opened(LLAMA, max_ctx=64, chunk=65)
-
-
-@pytest.mark.parametrize("model", [LLAMA, QWEN35, QWEN3])
-def test_what_is_checked_before_loading_is_about_what_is_taken(model: Path) -> None:
-    """Free memory of exactly what an engine took passes the check, and half of it does not."""
-    options = on_the_cpu(model, max_ctx=1024, chunk=128)
-    with assembled(options) as parts:
-        taken = parts.ledger.charged("CPU") - parts.ledger.by_label("CPU").get("weights (mapped)", 0)
-    with GgufFile.open(model) as file:
-        name, architecture = architecture_of(file)
-        config = architecture.read_config(file, name)
-        specs = check_tensors(file, architecture.tensors(config, file))
-        settings = settle(options, architecture, config)
-        backend = Backend(choose_device("CPU"), threads=1)
-        placements = place_weights(file, specs, backend, repack=True)
-        backend.close()
-    check_memory(settings, placements, config, 2 * taken, "CPU")
-    with pytest.raises(ContextFitError, match="CPU"):
-        check_memory(settings, placements, config, taken // 2, "CPU")
 
 
 def load_parts(stack: ExitStack, model: Path, ledger: Ledger) -> Forwards:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash.arch.base import GraphKey
-from pyggml_dflash.engine.loader import CPU_PLAIN_KV
+from pyggml_dflash.engine.assembly import CPU_PLAIN_KV
 from pyggml_dflash.options import KVType, Switch
 from tests.engine.tiny import QWEN3, opened, prompt
 from tests.reference.stored import model_file

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from pyggml_dflash import Engine
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.engine.core import EngineCore
-from pyggml_dflash.engine.loader import DEFAULT_MODEL
 from tests.reference.opened import continued, on_the_cpu, open_core
 from tests.reference.stored import DATA
 

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyggml_dflash.arch import architecture_of
+from pyggml_dflash.engine.assembly import settle
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.graphs import Forwards, Model
-from pyggml_dflash.engine.loader import load, settle
+from pyggml_dflash.engine.loader import load
 from pyggml_dflash.ggml.device import Backend, choose_device
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ledger import Ledger

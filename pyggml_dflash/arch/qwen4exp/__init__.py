@@ -83,6 +83,7 @@ class Qwen4ExpArchitecture:
     """Hybrid decoder over several residual streams."""
 
     names: tuple[str, ...] = ("qwen4exp",)
+    supports_auto_ctx: bool = True
 
     def read_config(self, file: GgufFile, name: str) -> ModelConfig:
         """The model's numbers, checked."""

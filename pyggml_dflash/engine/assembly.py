@@ -1,0 +1,293 @@
+"""What an engine is made of: what is known before memory is taken, and putting the parts together. Layer 6.
+
+`draw` opens devices and refuses what cannot be used. `assemble` makes the parts of one
+context, with a real ledger to run them and with a dry one to measure them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pyggml_dflash.arch import architecture_of
+from pyggml_dflash.arch.base import Architecture, GraphKey, StateLayout
+from pyggml_dflash.engine.drafter_loader import (
+    SpeculationPlan,
+    choose_recording,
+    make_drafter,
+    plan_speculation,
+)
+from pyggml_dflash.engine.drafting import Drafter
+from pyggml_dflash.engine.graph_cache import Relieve
+from pyggml_dflash.engine.graphs import Forwards, Model, Recording, build_forward
+from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
+from pyggml_dflash.errors import BackendError, UsageError
+from pyggml_dflash.ggml.device import Backend, choose_device, devices
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.placement import check_supported
+from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.model.weights import LoadedWeights, Placement, TensorSpec, check_tensors, place_weights
+from pyggml_dflash.options import EngineOptions, split_max_ctx
+from pyggml_dflash.state.slot import SlotTable
+
+DEFAULT_MODEL: Final = Path(__file__).resolve().parent.parent / "models" / "pico-q8_0.gguf"
+DEFAULT_MAX_CTX: Final = 8192
+DEFAULT_CHUNK: Final = 512
+# For one row ggml's fused attention on CPUs is slower than the plain one from about 200 cache rows on: a step
+# takes 7 to 25 % longer (SmolLM2 135M, 240 to 4000 rows). Below, and for prompt chunks, it is the faster one.
+# The plain one copies the values of a layer, so its use ends at a context not far above the measured ones.
+CPU_PLAIN_KV: Final = range(BUCKET + 1, 16 * 1024 + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Options after every choice is made, before anything is allocated."""
+
+    n_ctx: int
+    chunk: int
+    type_k: ElementType
+    type_v: ElementType
+    layout: StateLayout
+
+
+def first_ctx(options: EngineOptions, config: ModelConfig) -> int:
+    """The context asked for; where it is to be found, the largest to try."""
+    trained = config.n_ctx_train
+    if options.max_ctx is None:
+        return min(trained, DEFAULT_MAX_CTX)
+    is_auto, n = split_max_ctx(options.max_ctx)
+    if is_auto:
+        return min(trained, n or trained)
+    assert n is not None
+    if n > trained:
+        raise UsageError(f"max_ctx is {n}; this model was trained for at most {trained}")
+    return n
+
+
+def settle(
+    options: EngineOptions, architecture: Architecture, config: ModelConfig, *, n_ctx: int | None = None
+) -> Settings:
+    """Choose what options leave open; a value that cannot be used raises `UsageError`.
+
+    `n_ctx`: the context, where it was found otherwise.
+    """
+    n_ctx = first_ctx(options, config) if n_ctx is None else n_ctx
+    chunk = min(DEFAULT_CHUNK, n_ctx) if isinstance(options.chunk, str) else options.chunk
+    if chunk > n_ctx:
+        raise UsageError(f"chunk is {chunk}; it must be at most the context of {n_ctx}")
+    types = []
+    for name in ("cache_type_k", "cache_type_v"):
+        type = ElementType[getattr(options, name).upper()]
+        if config.head_dim % type.block:
+            raise UsageError(
+                f"{name} is {type.label!r}; heads of {config.head_dim} are no whole number of its blocks "
+                f"of {type.block}: use f16, bf16 or f32"
+            )
+        types.append(type)
+    layout = architecture.state_layout(config, bucketed(n_ctx), types[0], types[1])
+    return Settings(n_ctx=n_ctx, chunk=chunk, type_k=types[0], type_v=types[1], layout=layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """An engine before memory is taken: files are mapped, devices open, every choice but the context made."""
+
+    options: EngineOptions
+    file: GgufFile
+    architecture: Architecture
+    config: ModelConfig
+    backend: Backend
+    host: Backend | None  # where embedding rows are gathered, if not on `backend`
+    placements: tuple[Placement, ...]
+    speculation: SpeculationPlan | None
+    recording: Recording | None
+    flash_attn: bool
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """Every backend, that of the target first."""
+        return (self.backend,) if self.host is None else (self.backend, self.host)
+
+    def model(self, weights: LoadedWeights) -> Model:
+        """What forwards are built from."""
+        return Model(
+            self.architecture, self.config, weights, self.flash_attn, plain_kv(self.options, self.backend)
+        )
+
+    def dry_weights(self, ledger: Ledger) -> LoadedWeights:
+        """Weights that are measured, not loaded."""
+        return LoadedWeights(self.file, list(self.placements), self.backend, ledger)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A model file that is checked: what it holds, and the draft that goes with it."""
+
+    file: GgufFile
+    architecture: Architecture
+    config: ModelConfig
+    specs: dict[str, TensorSpec]
+    speculation: SpeculationPlan | None
+
+
+def open_model(options: EngineOptions, stack: ExitStack) -> ModelFile:
+    """Open the files and read their numbers; `stack` closes them."""
+    file = GgufFile.open(options.model or DEFAULT_MODEL)
+    stack.callback(file.close)
+    name, architecture = architecture_of(file)
+    config = architecture.read_config(file, name)
+    plan = plan_speculation(options, file, config, stack)
+    more = () if plan is None else plan.target_tensors
+    specs = check_tensors(file, [*architecture.tensors(config, file), *more])
+    return ModelFile(file=file, architecture=architecture, config=config, specs=specs, speculation=plan)
+
+
+def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Ledger) -> Blueprint:
+    """Open devices and decide where everything goes; `stack` closes them. Allocates nothing."""
+    file, architecture, config, plan = model.file, model.architecture, model.config, model.speculation
+    if (
+        options.max_ctx is not None
+        and split_max_ctx(options.max_ctx)[0]
+        and not architecture.supports_auto_ctx
+    ):
+        raise UsageError(
+            f"max_ctx is {options.max_ctx!r}; architecture {config.architecture!r} has no plan: pass a number"
+        )
+    settle(options, architecture, config)
+    _check_caps(options)
+    backend = Backend(choose_device(options.device), threads=options.threads)
+    stack.callback(backend.close)
+    placements = tuple(place_weights(file, model.specs, backend, repack=options.repack != "off"))
+    taken = (
+        sum(p.source.n_bytes for p in placements if p.kind != "mapped") + 2**20 * options.device_reserve_mib
+    )
+    free = max(0, ledger.free(backend.name, backend.memory_free()) - taken)
+    return Blueprint(
+        options=options,
+        file=file,
+        architecture=architecture,
+        config=config,
+        backend=backend,
+        host=None if backend.is_host else _host_backend(stack, options.threads),
+        placements=placements,
+        speculation=plan,
+        recording=None if plan is None else choose_recording(plan, architecture, config, backend, free),
+        flash_attn=choose_flash_attn(options, file, architecture, config, backend, placements),
+    )
+
+
+def _check_caps(options: EngineOptions) -> None:
+    """Refuse a cap of a device that is not there: it would do nothing."""
+    present = [device.name for device in devices()] if options.device_cap else []
+    for name in options.device_cap:
+        if name not in present:
+            raise UsageError(f"device_cap names {name!r}; this build has {', '.join(present)}")
+
+
+def _host_backend(stack: ExitStack, threads: int | None) -> Backend:
+    cpu = next(d for d in devices() if d.kind == "cpu")
+    host = Backend(cpu, threads=threads)
+    stack.callback(host.close)
+    return host
+
+
+def choose_flash_attn(
+    options: EngineOptions,
+    file: GgufFile,
+    architecture: Architecture,
+    config: ModelConfig,
+    backend: Backend,
+    placements: tuple[Placement, ...],
+) -> bool:
+    """Whether to use fused attention: as asked, or where the device can; a cache that needs it insists."""
+    if options.flash_attn == "off":
+        return False
+    layout = settle(options, architecture, config).layout
+    dry = Ledger(dry=True)
+    with ExitStack() as stack:
+        weights = LoadedWeights(file, list(placements), backend, dry)
+        stack.callback(weights.close)
+        slots = SlotTable(backend, dry, layout, 1)
+        stack.callback(slots.close)
+        embedded = not backend.is_host
+        inputs = Inputs(backend, dry, architecture, config, max_rows=1, max_kv=BUCKET, embedded=embedded)
+        stack.callback(inputs.close)
+        key = GraphKey(n_tokens=1, n_kv=BUCKET, slot=0, output="last")
+        model = Model(architecture, config, weights, True)
+        builder, _ = build_forward(backend, model, slots.tensors, inputs, key)
+        stack.callback(builder.close)
+        try:
+            check_supported(backend, builder)
+        except BackendError as error:
+            if options.flash_attn == "on" or options.cache_type_v in ("q8_0", "q4_0"):
+                raise BackendError(f"flash attention is not possible: {error}") from error
+            return False
+    return True
+
+
+def plain_kv(options: EngineOptions, backend: Backend) -> range:
+    """Cache rows over which decode and verify go without flash attention where the choice is ours."""
+    floats = all(t in ("f32", "f16", "bf16") for t in (options.cache_type_k, options.cache_type_v))
+    return CPU_PLAIN_KV if options.flash_attn == "auto" and backend.is_host and floats else range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The parts that belong to one context; a stack owns them."""
+
+    slots: SlotTable
+    forwards: Forwards
+    drafter: Drafter | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBytes:
+    """Most compute memory of graphs that are kept, for the target and the draft; None: no limit."""
+
+    target: int | None = None
+    draft: int | None = None
+
+
+def assemble(
+    blueprint: Blueprint,
+    weights: LoadedWeights,
+    settings: Settings,
+    ledger: Ledger,
+    stack: ExitStack,
+    *,
+    kept: KeptBytes,
+    relieve: Relieve | None = None,
+) -> Assembly:
+    """Make slots, forwards and drafter; with a dry ledger they can be measured only. `stack` frees them."""
+    b = blueprint
+    slots = SlotTable(b.backend, ledger, settings.layout, b.options.slots)
+    stack.callback(slots.close)
+    forwards = Forwards(
+        b.backend,
+        ledger,
+        b.model(weights),
+        slots,
+        chunk=settings.chunk,
+        host=b.host,
+        recording=b.recording,
+        kept_bytes=kept.target,
+        relieve=relieve,
+    )
+    stack.callback(forwards.close)
+    if b.speculation is None:
+        return Assembly(slots, forwards, None)
+    drafter = make_drafter(
+        b.speculation,
+        b.options,
+        b.backend,
+        ledger,
+        forwards,
+        stack,
+        kept_bytes=kept.draft,
+        relieve=relieve,
+    )
+    return Assembly(slots, forwards, drafter)

@@ -1,0 +1,212 @@
+"""Which context fits: measures what an engine of a given context would take, and searches. Layer 6.
+
+Nothing is allocated and no weight is read. Every device is looked at, the host too; a device's plan has
+everything that will be resident there, a prefill chunk at the end of the context, and the headroom.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Final
+
+from pyggml_dflash.engine.assembly import Blueprint, KeptBytes, Settings, assemble, first_ctx, settle
+from pyggml_dflash.errors import ContextFitError, UsageError
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.model.weights import LoadedWeights
+from pyggml_dflash.options import KVType, Margin, split_max_ctx
+from pyggml_dflash.plan.chunk import ChunkPlan, DeviceShare, binding_share, fit_chunk
+from pyggml_dflash.plan.context import ContextChoice, ContextFit, Probe, choose_context, step_for
+from pyggml_dflash.plan.measure import MemoryProbe
+
+FLOOR_ROWS: Final = 256  # smallest chunk that a context is given up for
+MIN_GPU_HEADROOM: Final = 256 * 2**20  # driver and kernels take memory that no allocator tells
+MIN_HOST_HEADROOM: Final = 512 * 2**20  # work buffers of CPU kernels, graph headers, other programs
+MAPPED: Final = " (mapped)"  # end of the labels of weights that stay in the file
+SMALLER_TYPES: Final[tuple[KVType, ...]] = ("f16", "q8_0", "q4_0")
+
+
+class Planner:
+    """Plans contexts for one blueprint; owns dry weights, so `close` it before the blueprint's devices."""
+
+    def __init__(self, blueprint: Blueprint, ledger: Ledger) -> None:
+        """`ledger`: the real one, for what is free."""
+        self.blueprint, self._ledger = blueprint, ledger
+        self.options, self.config = blueprint.options, blueprint.config
+        self._margin = Margin.parse(self.options.fit_margin)
+        self._probe = MemoryProbe(blueprint.backend)
+        self._dry = Ledger(dry=True)
+        self._weights: LoadedWeights = blueprint.dry_weights(self._dry)
+        self._free: dict[str, int] = {}
+        self.read_free()
+
+    @property
+    def is_auto(self) -> bool:
+        """True if the context is to be found."""
+        return self.options.max_ctx is not None and split_max_ctx(self.options.max_ctx)[0]
+
+    def close(self) -> None:
+        """Free headers of tensors; there is nothing else."""
+        self._weights.close()
+
+    def read_free(self) -> None:
+        """Ask every device what it has; what the engine holds already counts as free for its plan."""
+        for backend in self.blueprint.backends:
+            labels = self._ledger.by_label(backend.name)
+            self._free[backend.name] = backend.memory_free() + sum(labels.values()) - mapped_bytes(labels)
+
+    def choose(self, *, most: int | None = None) -> ContextChoice:
+        """The largest context that fits, up to `most`; a number given by the user is tried alone."""
+        start = first_ctx(self.options, self.config)
+        if self.is_auto:
+            return self.search(start if most is None else min(start, most))
+        plan = self.plan_at(start)
+        fits = plan.fits
+        return ContextChoice(
+            plan=plan if fits else None, trace=(Probe.of(plan),), smallest_miss=None if fits else plan
+        )
+
+    def search(self, start: int) -> ContextChoice:
+        """The largest context up to `start` that fits, whatever was asked for."""
+        least = self.options.min_ctx or 0
+        if least > start:
+            raise UsageError(f"min_ctx is {least}; the largest context to try is {start}")
+        if isinstance(self.options.chunk, int):
+            least = max(least, self.options.chunk)
+        fit = ContextFit.starting_at(start, n_ctx_train=self.config.n_ctx_train, min_ctx=least)
+        return choose_context(fit, self.plan_at)
+
+    def settings(self, n_ctx: int, chunk: int | None = None) -> Settings:
+        """Choices for a context; without a chunk the smallest useful one, or the one asked for."""
+        found = settle(self.options, self.blueprint.architecture, self.config, n_ctx=n_ctx)
+        if isinstance(self.options.chunk, int):
+            return found
+        return replace(found, chunk=min(found.chunk, FLOOR_ROWS) if chunk is None else chunk)
+
+    def plan_at(self, n_ctx: int) -> ChunkPlan:
+        """What a context takes with the smallest useful chunk, measured."""
+        return self._plan(self.settings(n_ctx))
+
+    def with_chunk(self, plan: ChunkPlan) -> ChunkPlan:
+        """A plan that fits, with the largest chunk that has room too."""
+        most = settle(self.options, self.blueprint.architecture, self.config, n_ctx=plan.n_ctx).chunk
+        if plan.chunk == most:
+            return plan
+
+        def taken(rows: int) -> int | None:
+            larger = self._plan(self.settings(plan.n_ctx, rows))
+            return larger.required if larger.fits else None
+
+        room = max(share.available for share in plan.shares)
+        chunk = fit_chunk(plan.n_ctx, room, 0, taken, max_rows=most, headroom=0).chunk
+        return self._plan(self.settings(plan.n_ctx, max(chunk, plan.chunk)))
+
+    def _plan(self, settings: Settings) -> ChunkPlan:
+        terms = self._terms(settings)
+        shares = tuple(
+            self._share(b.name, b.info.kind, terms[b.name], settings) for b in self.blueprint.backends
+        )
+        tight = binding_share(shares)
+        growing = sum(tight.terms.get(label, 0) for label in ("state", "draft cache", "inputs"))
+        fixed = self.options.slots * settings.layout.recurrent_bytes if tight is shares[0] else 0
+        return ChunkPlan(
+            n_ctx=settings.n_ctx,
+            chunk=settings.chunk,
+            available=tight.available,
+            required=tight.required,
+            position_bytes=max(0, growing - fixed) // settings.layout.n_ctx + 1,
+            device=tight.device,
+            shares=shares,
+        )
+
+    def _share(self, device: str, kind: str, terms: dict[str, int], settings: Settings) -> DeviceShare:
+        """One device's part. The system drops mapped pages when it needs them, so a context given as a number
+        is not refused for them; one that is to be found leaves them in memory."""
+        available = self._free[device] + (0 if self.is_auto else mapped_bytes(terms))
+        cap = self._ledger.caps.get(device)
+        available = available if cap is None else min(available, cap)
+        first = sum(n for label, n in terms.items() if "weights" in label or label == "reserve")
+        first += settings.layout.slot_bytes if "state" in terms else 0
+        floor = MIN_GPU_HEADROOM if kind == "gpu" else MIN_HOST_HEADROOM if cap is None else 0
+        headroom = self._margin.of(max(0, available - first), floor=min(floor, available // 4))
+        return DeviceShare(device=device, available=available, headroom=headroom, terms=terms)
+
+    def _terms(self, settings: Settings) -> dict[str, dict[str, int]]:
+        """Bytes by device and name of an engine with these settings."""
+        b, ledger = self.blueprint, Ledger(dry=True)
+        with ExitStack() as stack:
+            parts = assemble(b, self._weights, settings, ledger, stack, kept=KeptBytes())
+            found = {
+                x.name: Counter(self._dry.by_label(x.name)) + Counter(ledger.by_label(x.name))
+                for x in b.backends
+            }
+            target = found[b.backend.name]
+            needs = parts.forwards.needs(self._probe)
+            target["prefill graph"], target["decode graphs"] = needs.shared, needs.kept
+            if parts.drafter is not None:
+                target["draft graphs"] = parts.drafter.needs(self._probe).kept
+            if self.options.device_reserve_mib:
+                target["reserve"] = self.options.device_reserve_mib * 2**20
+            if b.host is not None:
+                found[b.host.name]["embedding rows"] = 4 * b.config.n_embd * settings.chunk
+        return {name: dict(terms) for name, terms in found.items()}
+
+    def refuse(self, choice: ContextChoice) -> ContextFitError:
+        """The error for a search without an answer: what lacks, and what would fit instead."""
+        miss = choice.smallest_miss
+        assert miss is not None
+        return ContextFitError(
+            asked=miss.n_ctx,
+            fits=0 if self.is_auto else self._largest_below(miss.n_ctx),
+            missing=miss.missing,
+            device=miss.device,
+            smaller_types=self._with_smaller_types(miss.n_ctx),
+        )
+
+    def _largest_below(self, n_ctx: int) -> int:
+        step = step_for(self.config.n_ctx_train)
+        start = (n_ctx - 1) // step * step
+        plan = self.search(start).plan if start > (self.options.min_ctx or 0) else None
+        return 0 if plan is None else plan.n_ctx
+
+    def _with_smaller_types(self, most: int) -> dict[str, int]:
+        """Contexts up to `most` that fit with smaller types of the cache, by type."""
+        slot_bytes = self.settings(most).layout.slot_bytes
+        found: dict[str, int] = {}
+        for name in SMALLER_TYPES:
+            with ExitStack() as stack:
+                variant = self.variant(name, self.options.slots, stack)
+                if variant is None or variant.settings(most).layout.slot_bytes >= slot_bytes:
+                    continue
+                plan = variant.search(most).plan
+                if plan is not None:
+                    found[name] = plan.n_ctx
+        return found
+
+    def variant(self, cache_type: KVType, slots: int, stack: ExitStack) -> Planner | None:
+        """A planner for other types of keys and values and a number of slots; None: they cannot be used."""
+        if cache_type in ("q8_0", "q4_0") and not self.blueprint.flash_attn:
+            return None
+        options = replace(
+            self.options, slots=slots, min_ctx=None, cache_type_k=cache_type, cache_type_v=cache_type
+        )
+        try:
+            settle(options, self.blueprint.architecture, self.config)
+        except UsageError:
+            return None
+        planner = Planner(replace(self.blueprint, options=options), self._ledger)
+        stack.callback(planner.close)
+        return planner
+
+
+def mapped_bytes(labels: Mapping[str, int]) -> int:
+    """Bytes of weights that stay in the mapped file."""
+    return sum(n for label, n in labels.items() if label.endswith(MAPPED))
+
+
+def kept_bytes(plan: ChunkPlan) -> KeptBytes:
+    """What graphs may keep in an engine that follows a plan."""
+    terms = plan.shares[0].terms
+    return KeptBytes(target=terms["decode graphs"], draft=terms.get("draft graphs"))

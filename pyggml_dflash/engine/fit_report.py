@@ -1,0 +1,142 @@
+"""Where every byte of a fitted context goes, and how it was found: a frozen report. Layer 6."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pyggml_dflash.engine.assembly import draw, first_ctx, open_model
+from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.plan.chunk import ChunkPlan, DeviceShare
+from pyggml_dflash.plan.context import ContextChoice, Probe
+
+SLOT_COUNTS: Final = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitAlternative:
+    """The context that another type of keys and values, or another number of slots, would get."""
+
+    cache_type: str
+    slots: int
+    n_ctx: int  # 0: none fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitReport:
+    """Which context fits a model on its devices, the memory it takes there, and the probes behind it."""
+
+    model: Path
+    architecture: str
+    requested: int | str
+    n_ctx: int  # 0: what was asked for does not fit
+    n_ctx_train: int
+    chunk: int
+    slots: int
+    cache_type_k: str
+    cache_type_v: str
+    spec: str
+    devices: tuple[DeviceShare, ...]  # of the context found; of the smallest one tried when none fits
+    trace: tuple[Probe, ...]
+    flags: tuple[str, ...]  # that open the same engine without a search
+    alternatives: tuple[FitAlternative, ...]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """True if there is a context."""
+        return self.n_ctx > 0
+
+
+def fit_report(options: EngineOptions) -> FitReport:
+    """Fit a context without running or loading anything; weights are not read.
+
+    Refuses what `load` refuses, except a context that does not fit: the report says so.
+    """
+    with ExitStack() as stack:
+        ledger = Ledger(caps=options.device_cap)
+        blueprint = draw(options, open_model(options, stack), stack, ledger)
+        started = time.perf_counter()
+        planner = Planner(blueprint, ledger)
+        stack.callback(planner.close)
+        choice = planner.choose()
+        plan = None if choice.plan is None else planner.with_chunk(choice.plan)
+        alternatives = _alternatives(planner, choice)
+        seconds = time.perf_counter() - started
+        return make_report(planner, plan, choice, seconds=seconds, alternatives=alternatives)
+
+
+def _alternatives(planner: Planner, choice: ContextChoice) -> tuple[FitAlternative, ...]:
+    """Every type of keys and values by every number of slots; what needs no search is not searched again."""
+    start = planner.config.n_ctx_train
+    found: list[FitAlternative] = []
+    for cache_type in SMALLER_TYPES:
+        for slots in SLOT_COUNTS:
+            with ExitStack() as stack:
+                variant = planner.variant(cache_type, slots, stack)
+                if variant is None:
+                    continue
+                try:
+                    plan = variant.search(start).plan
+                except UsageError:  # a chunk or a smallest context that this one cannot have
+                    continue
+                n_ctx = 0 if plan is None else plan.n_ctx
+                found.append(FitAlternative(cache_type=cache_type, slots=slots, n_ctx=n_ctx))
+    return tuple(found)
+
+
+def make_report(
+    planner: Planner,
+    plan: ChunkPlan | None,
+    choice: ContextChoice,
+    *,
+    seconds: float,
+    alternatives: Sequence[FitAlternative] = (),
+) -> FitReport:
+    """The report of a search that is over; `plan` has the final chunk, None when nothing fits."""
+    shown = plan or choice.smallest_miss
+    assert shown is not None
+    b, options = planner.blueprint, planner.options
+    spec = "off" if b.speculation is None else b.speculation.kind
+    return FitReport(
+        model=b.file.path,
+        architecture=planner.config.architecture,
+        requested=first_ctx(options, planner.config) if options.max_ctx is None else options.max_ctx,
+        n_ctx=0 if plan is None else plan.n_ctx,
+        n_ctx_train=planner.config.n_ctx_train,
+        chunk=shown.chunk,
+        slots=options.slots,
+        cache_type_k=options.cache_type_k,
+        cache_type_v=options.cache_type_v,
+        spec=spec,
+        devices=shown.shares,
+        trace=choice.trace,
+        flags=() if plan is None else _flags(options, plan, spec),
+        alternatives=tuple(alternatives),
+        seconds=seconds,
+    )
+
+
+def _flags(options: EngineOptions, plan: ChunkPlan, spec: str) -> tuple[str, ...]:
+    """Command-line flags that open this engine again, without what is the default."""
+    found = ["--max-ctx", str(plan.n_ctx), "--chunk", str(plan.chunk)]
+    named: tuple[tuple[str, object], ...] = (
+        ("--cache-type-k", None if options.cache_type_k == "f16" else options.cache_type_k),
+        ("--cache-type-v", None if options.cache_type_v == "f16" else options.cache_type_v),
+        ("--device", options.device),
+        ("--draft", options.draft),
+        ("--spec", "mtp" if spec == "mtp" else None),
+        ("--spec-width", options.spec_width),
+        ("--slots", options.slots if options.slots > 1 else None),
+    )
+    for flag, value in named:
+        if value is not None:
+            found += [flag, str(value)]
+    return tuple(found)

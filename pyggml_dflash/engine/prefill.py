@@ -1,0 +1,201 @@
+"""When scratch memory is given back: between prompt chunks, when idle, after a failed allocation. Layer 6.
+
+A legacy pool keeps every block it ever needed (`plan.legacy_pool`), so a long prompt that grows its
+temporaries from chunk to chunk ends in what is free. Between chunks nothing is queued and the chunk is
+committed, which is where a trim is safe. Virtual-memory pools, and devices without a pool, are never
+touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol
+
+from pyggml_dflash.errors import BackendError
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.pool import PoolStats, has_legacy_pool, pool_stats, trim_pool
+from pyggml_dflash.options import Auto
+from pyggml_dflash.requests import TrimStats
+
+LOG: Final = logging.getLogger(__name__)
+LOW_BYTES: Final = 512 * 2**20  # 'auto' trims below this much free memory, whatever the growth
+TrimReason = Literal["prefill", "idle", "allocation"]
+
+
+class Pools(Protocol):
+    """The scratch pools of the backends that one model computes on."""
+
+    def has_legacy(self) -> bool:
+        """True once one of them has made a legacy pool."""
+
+    def trim(self) -> int:
+        """Give cached blocks back, after all queued work; the bytes released."""
+
+    def stats(self) -> PoolStats:
+        """What they hold, together."""
+
+    def memory_free(self) -> int:
+        """Bytes free on the first backend's device."""
+
+
+class BackendPools:
+    """The pools of real backends, each named once."""
+
+    def __init__(self, backends: Sequence[Backend], ledger: Ledger) -> None:
+        self._backends, self._ledger = tuple(dict.fromkeys(backends)), ledger
+
+    def has_legacy(self) -> bool:
+        """True once one of them has made a legacy pool."""
+        return any(has_legacy_pool(backend) for backend in self._backends)
+
+    def trim(self) -> int:
+        """Give cached blocks back, after all queued work; the bytes released."""
+        return sum(trim_pool(backend) for backend in self._backends)
+
+    def stats(self) -> PoolStats:
+        """What they hold, together."""
+        found = [pool_stats(backend) for backend in self._backends]
+        names = PoolStats.__slots__
+        return PoolStats(**{name: sum(getattr(s, name) for s in found) for name in names})
+
+    def memory_free(self) -> int:
+        """Bytes free on the first backend's device."""
+        first = self._backends[0]
+        return self._ledger.free(first.name, first.memory_free())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrimSchedule:
+    """The positions of one prompt after which a trim is due: a grid of `interval` tokens from `origin`.
+
+    `origin` is where this request begins to prefill, so that a restored prefix does not count.
+    """
+
+    origin: int
+    n_prompt: int
+    interval: int  # 0: never
+    next_at: int
+
+    @classmethod
+    def of(cls, origin: int, n_prompt: int, interval: int) -> TrimSchedule:
+        """The schedule of a prompt that is prefilled from `origin` on."""
+        return cls(origin=origin, n_prompt=n_prompt, interval=interval, next_at=origin + interval)
+
+    def is_due(self, n_past: int) -> bool:
+        """True if a point of the grid was reached and more of the prompt remains."""
+        return self.interval > 0 and self.next_at <= n_past < self.n_prompt
+
+    def behind(self, n_past: int) -> TrimSchedule:
+        """The schedule whose next point lies behind `n_past`; points passed over are skipped."""
+        done = (n_past - self.origin) // self.interval
+        return replace(self, next_at=self.origin + (done + 1) * self.interval)
+
+
+@dataclass(slots=True)
+class AdaptiveTrim:
+    """Trims only when the next chunk may not find room: free memory against the largest growth seen."""
+
+    held_bytes: int = 0  # by the pools after the last chunk
+    growth_bytes: int = 0  # the largest between two chunks
+
+    def observe(self, held_bytes: int) -> None:
+        """Take in what the pools hold after a chunk."""
+        self.growth_bytes = max(self.growth_bytes, held_bytes - self.held_bytes)
+        self.held_bytes = held_bytes
+
+    def is_due(self, *, free: int, cached: int) -> bool:
+        """True if there is something to give back and little room for the next chunk."""
+        return cached > 0 and free < max(3 * self.growth_bytes // 2, LOW_BYTES)
+
+
+class PoolTrims:
+    """Decides when to trim, does it, logs and counts it."""
+
+    def __init__(self, pools: Pools, interval: int | Auto, *, chunk: int) -> None:
+        """`interval`: tokens between two trims in a prompt, 0 for none, or 'auto'."""
+        self._pools, self._interval = pools, interval
+        self._schedule: TrimSchedule | None = None
+        self._adaptive = AdaptiveTrim()
+        self._counts: dict[TrimReason, TrimStats] = {}
+        if interval != "auto" and 0 < interval < chunk:
+            LOG.warning(
+                "a trim interval of %d tokens is below the chunk of %d: pools are trimmed after every chunk, "
+                "and each trim waits for the device and drops captured graphs",
+                interval,
+                chunk,
+            )
+
+    @property
+    def counts(self) -> tuple[TrimStats, ...]:
+        """What was done so far, by reason."""
+        return tuple(self._counts.values())
+
+    def begin(self, n_past: int, n_prompt: int) -> None:
+        """A prompt of `n_prompt` tokens is prefilled from `n_past` on."""
+        interval = 0 if self._interval == "auto" else self._interval
+        self._schedule = TrimSchedule.of(n_past, n_prompt, interval)
+
+    def after_chunk(self, n_past: int) -> None:
+        """Call when a chunk is computed, read, handed to the draft and committed: trims if it is time."""
+        schedule = self._schedule
+        if schedule is None or n_past >= schedule.n_prompt:
+            return
+        if self._interval == "auto":
+            if self._pools.has_legacy() and self._is_low():
+                self._trim("prefill", n_past)
+        elif schedule.is_due(n_past):
+            if self._pools.has_legacy():
+                self._trim("prefill", n_past)
+            self._schedule = schedule.behind(n_past)
+
+    def relieve(self) -> None:
+        """Make room after an allocation that failed."""
+        self._trim_if_legacy("allocation")
+
+    def release_scratch(self) -> None:
+        """Give scratch back when nothing waits to be computed."""
+        self._schedule = None
+        self._trim_if_legacy("idle")
+
+    def _trim_if_legacy(self, reason: TrimReason) -> None:
+        """A device that fails here is told of by the next thing that is asked of it."""
+        try:
+            if self._pools.has_legacy() and self._pools.stats().cached_bytes > 0:
+                self._trim(reason, None)
+        except BackendError as error:
+            LOG.warning("pools were not trimmed: %s", error)
+
+    def _is_low(self) -> bool:
+        stats = self._pools.stats()
+        self._adaptive.observe(stats.live_bytes + stats.cached_bytes)
+        return self._adaptive.is_due(free=self._pools.memory_free(), cached=stats.cached_bytes)
+
+    def _trim(self, reason: TrimReason, n_past: int | None) -> None:
+        before = self._pools.stats()
+        started = time.perf_counter()
+        released = self._pools.trim()
+        seconds = time.perf_counter() - started
+        self._adaptive.held_bytes = max(0, self._adaptive.held_bytes - released)
+        old = self._counts.get(reason, TrimStats(reason=reason))
+        self._counts[reason] = TrimStats(
+            reason=reason,
+            n_trims=old.n_trims + 1,
+            released_bytes=old.released_bytes + released,
+            seconds=old.seconds + seconds,
+        )
+        at = "" if n_past is None or self._schedule is None else f" pos={n_past}/{self._schedule.n_prompt}"
+        LOG.log(
+            logging.INFO if released else logging.DEBUG,
+            "pool-trim reason=%s%s released=%.1fMiB graphs=%d ranks=%d ms=%.1f free=%.2fGiB",
+            reason,
+            at,
+            released / 2**20,
+            before.n_graphs,
+            before.n_legacy_pools,
+            1000 * seconds,
+            self._pools.memory_free() / 2**30,
+        )

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from pyggml_dflash.arch.base import Capture, StateUpdate
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.engine.drafting import Drafter, Proposal
-from pyggml_dflash.engine.loader import DEFAULT_MODEL
 from pyggml_dflash.engine.near_tie import NearTies
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.speculate import Speculation

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyggml_dflash.engine.loader import DEFAULT_MODEL, Loaded
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
+from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.errors import UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
 from tests.drafts.drafted import draft_file

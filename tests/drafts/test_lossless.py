@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash.arch.base import StateUpdate
-from pyggml_dflash.engine.loader import DEFAULT_MODEL
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.options import KVType
 from tests.drafts.drafted import MAX_WIDTH, Drafted, open_target
 from tests.drafts.speculated import PlainRun, drafting, near_tie_flip, plain, right_up_to, speculated

@@ -7,7 +7,7 @@ numbers. Each form runs the whole layer, projections included, over the same row
 
     dense     every row attends to everything before it
     masked    chosen cache rows through a mask over all of them
-    gathered  copies of the chosen cache rows; for few rows
+    gathered  copies of the chosen cache rows, some rows at a time
     indexer   scores and choice alone: what grows with the context in either form that chooses
 
 Printed are median and range over the runs of one graph, after two that warm up. Forms take turns.
@@ -40,7 +40,13 @@ from pyggml_dflash.arch.qwen4exp.indexer import (
     fill_index,
     index_inputs,
 )
-from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, IndexStep, SparseLayer, index_state
+from pyggml_dflash.arch.qwen4exp.sparse import (
+    IndexedKV,
+    IndexStep,
+    SparseLayer,
+    index_state,
+    max_sparse_nodes,
+)
 from pyggml_dflash.ggml.arena import TensorArena, write
 from pyggml_dflash.ggml.device import Backend, choose_device
 from pyggml_dflash.ggml.element import ElementType
@@ -187,7 +193,9 @@ class Bench:
         """What runs one kind once and tells its seconds."""
         form: AttentionForm = kind if kind in ("dense", "masked", "gathered") else "masked"  # type: ignore[assignment]
         key, inputs = GraphKey(n_tokens=n, n_kv=n_kv, slot=0, output="all"), self.inputs
-        builder = GraphBuilder(1024, lambda op: can_run(self.backend, op))
+        builder = GraphBuilder(
+            max_sparse_nodes(self.shape.indexer) + 64, lambda op: can_run(self.backend, op)
+        )
         with ExitStack() as stack:
             stack.callback(builder.close)
             step = Step(
@@ -235,7 +243,9 @@ def fill_random(tensor: Tensor, rng: np.random.Generator) -> None:
 
 def measure(bench: Bench, n: int, n_kv: int, n_runs: int) -> dict[str, Spread]:
     """Milliseconds of every kind that `n` rows can have."""
-    kinds = [kind for kind in KINDS if kind != "gathered" or n <= MAX_GATHERED]
+    kinds = list(KINDS)
+    if n > MAX_GATHERED:
+        kinds.remove("gathered")
     if n_kv <= bench.shape.indexer.dense_limit + n:
         kinds = ["dense"]
     found: dict[str, list[float]] = {kind: [] for kind in kinds}

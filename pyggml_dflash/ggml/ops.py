@@ -264,6 +264,12 @@ class GraphBuilder:
         """Write `source` into `target` (same number of elements), converting to its type."""
         return self._new(lib.ggml_cpy(self._c, source.ptr, target.ptr))
 
+    def put(self, table: Tensor, rows: Tensor, first: int) -> Tensor:
+        """`table` F32 [n, m], written over with `rows` [n, k] from row `first` on."""
+        row = table.strides[1]
+        args = (table.ptr, rows.ptr, row, table.strides[2], table.strides[3], first * row)
+        return self._new(lib.ggml_set_inplace(self._c, *args))
+
     def cast(self, x: Tensor, type: ElementType) -> Tensor:
         """A copy with another element type."""
         return self._new(lib.ggml_cast(self._c, x.ptr, int(type)))

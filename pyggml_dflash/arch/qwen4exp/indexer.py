@@ -23,11 +23,13 @@ import numpy.typing as npt
 from pyggml_dflash.ggml.element import ElementType
 
 MAX_TAKEN_BACK: Final = 64  # rows of one forward that may be taken back; more need a larger ring
-MAX_GATHERED: Final = 8  # rows of a forward that gathers; each has its own copy of keys and values
-# Budgets in the cache from which copies of the chosen rows cost less than a mask over all of them. CPUs skip
-# what the mask hides; one layer of the published sizes there: 27 ms masked and 32 ms gathered over 16384 rows
-# of F16, 37 and 34 ms of F32; over 4096 rows 15 and 27 ms, and 33 and 35 ms.
+# Budgets in the cache from which copies of the chosen rows cost less than a mask over all of them. Measured
+# on two CPU cores: one layer of the published sizes, F16 cache of 4096, 16384 and 32768 rows, milliseconds.
+# One row: 15, 27 and 39 masked, 27, 32 and 39 gathered. 64 rows: 360, 1040 and 3040 masked, 930, 940 and 1280
+# gathered.
 GATHER_FROM: Final = 8
+MAX_GATHERED: Final = 512  # rows of a forward that gathers on a host device
+MAX_GATHERED_GPU: Final = 8  # elsewhere: a product over the whole cache is cheaper than copies of many rows
 GATHER_STEP: Final = 256  # gathered cache rows; GPU attention kernels want multiples of it
 MAX_RATIO: Final = 64  # tokens of a group; a power of two, so that cache buckets hold whole groups
 
@@ -92,17 +94,18 @@ class Span:
     first_position: int = 0
 
 
-def attention_form(config: IndexerConfig, *, n_past: int, n_tokens: int, n_kv: int) -> AttentionForm:
-    """How a forward attends; part of its graph's key.
+def attention_form(
+    config: IndexerConfig, *, n_past: int, n_tokens: int, n_kv: int, host: bool = False
+) -> AttentionForm:
+    """How a forward attends, on a `host` device or another; part of its graph's key.
 
     Up to `n_past + n_tokens == config.dense_limit` every row sees everything.
     """
     if n_past + n_tokens <= config.dense_limit:
         return "dense"
     all_choose = n_past + 1 > config.dense_limit
-    if all_choose and n_tokens <= MAX_GATHERED and n_kv >= GATHER_FROM * config.budget:
-        return "gathered"
-    return "masked"
+    few = n_tokens <= (MAX_GATHERED if host else MAX_GATHERED_GPU)
+    return "gathered" if all_choose and few and n_kv >= GATHER_FROM * config.budget else "masked"
 
 
 def index_inputs(config: IndexerConfig, max_rows: int, max_kv: int) -> dict[str, tuple[ElementType, int]]:

@@ -17,7 +17,7 @@ from typing import Final
 
 from pyggml_dflash.arch.base import GraphKey, State, StateTensor, Step
 from pyggml_dflash.arch.blocks import KVView, attend, norm, project_qkv, rope_params
-from pyggml_dflash.arch.qwen4exp.indexer import AttentionForm, IndexerConfig
+from pyggml_dflash.arch.qwen4exp.indexer import MAX_GATHERED, AttentionForm, IndexerConfig
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
@@ -27,6 +27,13 @@ from pyggml_dflash.model.weights import BlockWeights
 # Times the group's number, this is taken off its score. Scores of use are above 1e-18, where a float
 # does not notice; 2^24 groups stay below that.
 TIE_BREAK: Final = 1e-30
+PART_ROWS: Final = 16  # rows whose copies lie in memory at a time, 10 MB each for the published model
+
+
+def max_sparse_nodes(config: IndexerConfig) -> int:
+    """An upper bound on the operations of one layer's attention, projections included."""
+    parts = -(-MAX_GATHERED // PART_ROWS)
+    return 96 + 4 * config.n_head + 3 * config.ratio.bit_length() + 16 * parts
 
 
 def index_state(layer: int, config: IndexerConfig, n_ctx: int) -> tuple[StateTensor, StateTensor]:
@@ -242,26 +249,43 @@ class SparseLayer:
     def _attend_gathered(
         self, g: GraphBuilder, q: Tensor, step: Step, chosen: Tensor, choice: Choice
     ) -> Tensor:
-        """Attention over copies of the chosen groups and the tail, each row with its own."""
-        config, n_tokens = self.config, q.shape[2]
-        groups = g.reshape(g.concat(chosen, choice.tails, 0), self.indexer.n_gathered * n_tokens)
-        keys, values = (self._gather(g, cache, step, groups) for cache in (self.cache.kv.k, self.cache.kv.v))
-        q = g.reshape(q, config.head_dim, 1, config.n_head, n_tokens)
-        assert choice.visible is not None
-        if step.flash_attn:
-            out = g.flash_attn(q, keys, values, choice.visible, config.attn_scale)
-            return g.reshape(out, config.head_dim * config.n_head, n_tokens)
-        weights = g.accumulate_f32(g.mul_mat(keys, q))  # [row, 1, head, M]
-        weights = g.soft_max(weights, choice.visible, config.attn_scale)
-        out = g.mul_mat(g.cont(g.transpose(values)), weights)  # [head_dim, 1, head, M]
-        return g.reshape(out, config.head_dim * config.n_head, n_tokens)
+        """Attention over copies of the chosen groups and the tail, each row with its own.
+
+        Some rows at a time, so that few copies lie in memory. Their outputs take the place of their
+        queries, which also keeps the parts in order.
+        """
+        d, n_head, n_tokens = q.shape[:3]
+        n = self.indexer.n_gathered
+        groups = g.concat(chosen, choice.tails, 0)  # [n, M]
+        rows, width = g.reshape(q, d * n_head, n_tokens), 4 * d * n_head
+        for first in range(0, n_tokens, PART_ROWS):
+            m = min(PART_ROWS, n_tokens - first)
+            some = g.view(groups, (n * m,), (), 4 * n * first)
+            keys, values = (self._gather(g, x, step, some) for x in (self.cache.kv.k, self.cache.kv.v))
+            queries = g.view(rows, (d, 1, n_head, m), (4 * d, 4 * d, width), width * first)
+            assert choice.visible is not None
+            mask, row = choice.visible, choice.visible.strides[3]
+            mask = g.view(mask, (mask.shape[0], 1, 1, m), (row, row, row), row * first)
+            out = self._attend_apart(g, queries, keys, values, mask, flash_attn=step.flash_attn)
+            rows = out if m == n_tokens else g.put(rows, out, first)
+        return rows
+
+    def _attend_apart(
+        self, g: GraphBuilder, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, flash_attn: bool
+    ) -> Tensor:
+        """Attention of q [head_dim, 1, head, m], each row over keys and values of its own."""
+        d, _, n_head, m = q.shape
+        if flash_attn:
+            return g.reshape(g.flash_attn(q, keys, values, mask, self.config.attn_scale), d * n_head, m)
+        weights = g.accumulate_f32(g.mul_mat(keys, q))  # [key, 1, head, m]
+        weights = g.soft_max(weights, mask, self.config.attn_scale)
+        return g.reshape(g.mul_mat(g.cont(g.transpose(values)), weights), d * n_head, m)
 
     def _gather(self, g: GraphBuilder, cache: Tensor, step: Step, groups: Tensor) -> Tensor:
-        """F32 [head_dim, ratio * n_gathered, head_kv, M]: cache rows of I32 `groups` [n_gathered * M]."""
+        """F32 [head_dim, n, head_kv, m]: m rows' own n cache rows, of I32 `groups` [n_gathered * m]."""
         width, d, ratio = self.config.kv_dim, self.config.head_dim, self.indexer.ratio
+        n, m = self.indexer.n_gathered * ratio, groups.shape[0] // self.indexer.n_gathered
         _, row, slot, _ = cache.strides
-        shape = (width * ratio, step.key.n_kv // ratio)
+        shape = (width * ratio, step.key.n_kv // ratio)  # a group's rows lie side by side
         rows = g.get_rows(g.view(cache, shape, (row * ratio,), step.key.slot * slot), groups)
-        n = ratio * self.indexer.n_gathered  # a group's rows lie side by side
-        strides = (4 * width, 4 * d, 4 * width * n)
-        return g.view(rows, (d, n, self.config.n_head_kv, step.key.n_tokens), strides, 0)
+        return g.view(rows, (d, n, self.config.n_head_kv, m), (4 * width, 4 * d, 4 * width * n), 0)

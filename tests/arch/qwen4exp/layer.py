@@ -19,7 +19,13 @@ from pyggml_dflash.arch.qwen4exp.indexer import (
     fill_index,
     index_inputs,
 )
-from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, IndexStep, SparseLayer, index_state
+from pyggml_dflash.arch.qwen4exp.sparse import (
+    IndexedKV,
+    IndexStep,
+    SparseLayer,
+    index_state,
+    max_sparse_nodes,
+)
 from pyggml_dflash.ggml.arena import TensorArena, write
 from pyggml_dflash.ggml.device import Backend, choose_device
 from pyggml_dflash.ggml.element import ElementType
@@ -165,9 +171,9 @@ class Layer:
         """One forward of rows x behind `n_past`; its form and cache rows are the engine's unless given."""
         n = len(x)
         n_kv = n_kv or -(-(n_past + n) // BUCKET) * BUCKET
-        form = form or attention_form(self.indexer, n_past=n_past, n_tokens=n, n_kv=n_kv)
+        form = form or attention_form(self.indexer, n_past=n_past, n_tokens=n, n_kv=n_kv, host=True)
         self._fill(x, n_past, n_kv, slot, form)
-        g = GraphBuilder(512, self._supports)
+        g = GraphBuilder(max_sparse_nodes(self.indexer) + 32, self._supports)  # and what tests read
         try:
             outputs, seen = self._build(g, n, n_kv, slot, form)
             arrays = StepGraph(self.cpu, g, (outputs, *seen), self._allocator).run()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pyggml_dflash.arch.qwen4exp.indexer import (
     MAX_GATHERED,
+    MAX_GATHERED_GPU,
     MAX_RATIO,
     MAX_TAKEN_BACK,
     AttentionForm,
@@ -92,8 +93,6 @@ def test_the_ring_keeps_the_newest_raw_keys_each_in_a_row_of_its_own(
 def test_shapes_do_not_depend_on_where_a_forward_stands(ratio: int, n_tokens: int) -> None:
     config = config_of(ratio)
     for form in ("dense", "masked", "gathered"):
-        if form == "gathered" and n_tokens > MAX_GATHERED:
-            continue
         shapes = set()
         for n_past in range(512, 512 + 2 * ratio):
             span = Span(n_past=n_past, n_tokens=n_tokens, n_kv=N_CTX, slot=0, n_ctx=N_CTX)
@@ -118,8 +117,6 @@ def test_a_row_sees_the_groups_that_are_complete_at_its_position(drawn: tuple[In
 @given(spans())
 def test_a_gathered_row_sees_its_chosen_groups_and_its_tail(drawn: tuple[IndexerConfig, Span]) -> None:
     config, span = drawn
-    if span.n_tokens > MAX_GATHERED:
-        return
     got = filled(config, "gathered", span)
     ratio, n_tokens = config.ratio, span.n_tokens
     tails = got["tails"].reshape(n_tokens, config.n_tail)
@@ -148,12 +145,21 @@ def test_everything_is_attended_to_while_no_group_has_to_be_left_out() -> None:
         (2040, 12, "masked"),
         (2050, 2, "masked"),  # its first row still sees everything
         (2051, 2, "gathered"),
-        (2051, MAX_GATHERED, "gathered"),
-        (2051, MAX_GATHERED + 1, "masked"),
+        (2051, MAX_GATHERED_GPU, "gathered"),
     ],
 )
-def test_few_rows_that_all_choose_are_gathered(n_past: int, n_tokens: int, form: AttentionForm) -> None:
-    assert attention_form(REAL, n_past=n_past, n_tokens=n_tokens, n_kv=16384) == form
+@pytest.mark.parametrize("host", [True, False])
+def test_rows_that_all_choose_are_gathered(
+    n_past: int, n_tokens: int, form: AttentionForm, host: bool
+) -> None:
+    assert attention_form(REAL, n_past=n_past, n_tokens=n_tokens, n_kv=16384, host=host) == form
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_no_more_rows_are_gathered_than_pays_on_the_device(host: bool) -> None:
+    most = MAX_GATHERED if host else MAX_GATHERED_GPU
+    forms = [attention_form(REAL, n_past=9999, n_tokens=n, n_kv=16384, host=host) for n in (most, most + 1)]
+    assert forms == ["gathered", "masked"]
 
 
 def test_rows_are_gathered_from_large_caches_only() -> None:

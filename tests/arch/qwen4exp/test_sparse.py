@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pyggml_dflash.arch.qwen4exp.indexer import MAX_TAKEN_BACK, AttentionForm
+from pyggml_dflash.arch.qwen4exp.indexer import MAX_GATHERED, MAX_TAKEN_BACK, AttentionForm
+from pyggml_dflash.arch.qwen4exp.sparse import PART_ROWS
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import Supports
 from tests.arch.qwen4exp.layer import Floats, Layer, Ran, open_layer, random_rows, random_weights, without
@@ -65,8 +66,7 @@ def test_a_layer_computes_its_definition_for_any_chunk(chunk: int, flash_attn: b
     weights, x = random_weights(sizes), random_rows(sizes, N)
     with open_layer(sizes, weights, flash_attn=flash_attn) as layer:
         forms = check(layer.run_all(x, chunk), sparse_attention(weights, x, sizes), sizes)
-    few = {"dense", "masked", "gathered"}
-    assert forms == {1: few, 3: few, 64: {"dense", "masked"}, N: {"masked"}}[chunk]
+    assert forms == {"dense", "masked", "gathered"} if chunk < N else {"masked"}
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -98,7 +98,7 @@ def test_rows_around_the_dense_limit_see_what_they_should(n_tokens: int) -> None
                 check([ran], expected, sizes, n_past)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 3, 8])
+@pytest.mark.parametrize("n_tokens", [1, PART_ROWS, PART_ROWS + 1, 3 * PART_ROWS - 1])
 def test_gathered_and_masked_attention_agree(n_tokens: int) -> None:
     sizes = Sizes()
     x = random_rows(sizes, N)
@@ -123,6 +123,17 @@ def test_both_forms_read_caches_of_smaller_types(type_kv: ElementType, flash_att
     assert masked.chosen is not None
     assert [set(row) for row in gathered.chosen] == [set(row) for row in masked.chosen]
     np.testing.assert_allclose(gathered.outputs, masked.outputs, atol=near, rtol=0)
+
+
+def test_as_many_rows_as_may_be_are_gathered_in_parts() -> None:
+    sizes = Sizes(head_dim=16, rope_dims=8)
+    n = MAX_GATHERED + sizes.budget + sizes.ratio
+    weights, x = random_weights(sizes), random_rows(sizes, n)
+    first = n - MAX_GATHERED
+    with open_layer(sizes, weights, n_ctx=768, supports=without("LIGHTNING_INDEXER")) as layer:
+        layer.run(x[:first], 0)
+        ran = layer.run(x[first:], first)
+    assert check([ran], sparse_attention(weights, x, sizes), sizes, first) == {"gathered"}
 
 
 LACKING = {"no-indexer": without("LIGHTNING_INDEXER"), "no-top-k": without("TOP_K")}

@@ -262,10 +262,11 @@ class Architecture(Protocol):
         Returns the logits F32 [n_vocab, rows], or None for output 'none'.
         """
 
-    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int) -> str:
+    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int, *, host: bool) -> str:
         """How it builds a forward of `n_tokens` rows behind `n_past`, over `n_kv` cache rows.
 
-        A value of `GraphKey.form`; '' where there is one way only.
+        `host` tells whether that is for a host device. A value of `GraphKey.form`; '' where there is one
+        way only.
         """
 
     def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:

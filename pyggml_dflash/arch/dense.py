@@ -155,7 +155,7 @@ class DenseArchitecture:
             feed_norm="ffn_norm",
         )
 
-    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int) -> str:
+    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int, *, host: bool) -> str:
         """Always the same."""
         return ""
 

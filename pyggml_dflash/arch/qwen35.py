@@ -248,7 +248,7 @@ class Qwen35Architecture:
         z = g.silu(w.linear(g, "attn_gate", x))
         return w.linear(g, "ssm_out", gate_delta(g, w, scan, z, config.norm_eps))
 
-    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int) -> str:
+    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int, *, host: bool) -> str:
         """Always the same."""
         return ""
 

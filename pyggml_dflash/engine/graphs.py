@@ -231,7 +231,8 @@ class Forwards:
             self._cache.get(commit, lambda: self._build_commit(commit)).run()
 
     def _form(self, n_past: int, n_tokens: int, n_kv: int) -> str:
-        return self.model.architecture.form(self.model.config, n_past, n_tokens, n_kv)
+        model, host = self.model, self._backend.is_host
+        return model.architecture.form(model.config, n_past, n_tokens, n_kv, host=host)
 
     def _records_state(self, commit: Commit) -> bool:
         model = self.model

@@ -30,7 +30,7 @@ NAMES = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35moe-tiny", "qwen4exp-
 def look_inside(parts: Parts, tokens: list[int], supports: Supports | None = None) -> dict[str, Floats]:
     """Every tensor that the architecture shows in a forward of `tokens`, as rows, by its name."""
     model, n = parts.model, len(tokens)
-    form = model.architecture.form(model.config, 0, n, BUCKET)
+    form = model.architecture.form(model.config, 0, n, BUCKET, host=True)
     key = GraphKey(n_tokens=n, n_kv=BUCKET, slot=0, output="all", form=form)
     shown: dict[str, Tensor] = {}
     with ExitStack() as stack:

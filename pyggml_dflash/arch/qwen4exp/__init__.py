@@ -26,7 +26,7 @@ from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig, read_config
 from pyggml_dflash.arch.qwen4exp.indexer import Span, attention_form, fill_index, index_inputs
 from pyggml_dflash.arch.qwen4exp.ngram import NgramReader
 from pyggml_dflash.arch.qwen4exp.ple import commit_ple, ple_record, ple_specs, ple_state
-from pyggml_dflash.arch.qwen4exp.sparse import index_state
+from pyggml_dflash.arch.qwen4exp.sparse import index_state, max_sparse_nodes
 from pyggml_dflash.arch.qwen4exp.streams import mixer_specs
 from pyggml_dflash.arch.qwen4exp.trunk import NGRAM_ROWS, build_trunk, form_of, layer_specs
 from pyggml_dflash.ggml.element import ElementType
@@ -120,8 +120,9 @@ class Qwen4ExpArchitecture:
         c = settings(config)
         assert c.moe is not None
         assert c.delta_net is not None
-        more = 2 * c.moe.n_used + 5 * c.delta_net.n_taps + 8 * c.n_stream + 4 * c.indexer.n_head
-        return (NODES_PER_LAYER + more) * c.n_layer + 256
+        more = 2 * c.moe.n_used + 5 * c.delta_net.n_taps + 8 * c.n_stream
+        sparse = max_sparse_nodes(c.indexer) * len(c.sparse_layers)
+        return (NODES_PER_LAYER + more) * c.n_layer + sparse + 256
 
     def build(
         self, g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, step: Step
@@ -129,12 +130,12 @@ class Qwen4ExpArchitecture:
         """Append a forward; see `Architecture.build`."""
         return build_trunk(g, settings(config), weights, state, step)
 
-    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int) -> str:
+    def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int, *, host: bool) -> str:
         """Attention over everything, through a mask, or over copies of what was chosen."""
         c = settings(config)
         if not c.has_sparse_layers:
             return ""
-        return attention_form(c.indexer, n_past=n_past, n_tokens=n_tokens, n_kv=n_kv)
+        return attention_form(c.indexer, n_past=n_past, n_tokens=n_tokens, n_kv=n_kv, host=host)
 
     def extra_inputs(self, config: ModelConfig, max_rows: int, max_kv: int) -> InputSizes:
         """Rows of the n-gram table; what the indexer reads."""

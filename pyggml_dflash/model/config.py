@@ -115,6 +115,10 @@ class ConfigReader:
         """The full key of `name`."""
         return f"{self.architecture}.{name}"
 
+    def shown(self, name: str) -> str:
+        """The key of `name` as the user finds it in the file."""
+        return self.file.shown(self.key(name))
+
     def has(self, name: str) -> bool:
         """True if the file has the key."""
         return self.key(name) in self.file.metadata

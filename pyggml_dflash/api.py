@@ -32,6 +32,7 @@ from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
 from pyggml_dflash.options import (
     TRIM_VARIABLE,
     Auto,
+    DraftCausal,
     EngineOptions,
     KVType,
     MtpConvention,
@@ -200,6 +201,7 @@ class Engine:
         flash_attn: Switch = "auto",
         repack: Switch = "auto",
         draft: str | Path | None = None,
+        draft_causal: DraftCausal = "auto",
         spec: Spec = "auto",
         spec_width: int | None = None,
         mtp_convention: MtpConvention = "all-streams",
@@ -228,6 +230,7 @@ class Engine:
             flash_attn=flash_attn,
             repack=repack,
             draft=_path(draft, "draft"),
+            draft_causal=draft_causal,
             spec=spec,
             spec_width=spec_width,
             mtp_convention=mtp_convention,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from pyggml_dflash.errors import UnsupportedModelError
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ConfigReader, ModelConfig, RopeConfig
 from pyggml_dflash.model.weights import TensorSpec, matrix, vector
+from pyggml_dflash.options import DraftCausal
 
-Causality = Literal["auto", "none", "swa", "all"]
 MARKERS_OF_OTHERS = {
     "markov_w1.weight": "DSpark drafts",
     "blk.0.attn_sinks": "drafts with attention sinks",
@@ -79,7 +78,7 @@ class DraftConfig:
 
 
 def read_draft_config(
-    file: TensorFile, target: ModelConfig, causality: Causality = "auto", *, n_tokens: int | None = None
+    file: TensorFile, target: ModelConfig, causality: DraftCausal = "auto", *, n_tokens: int | None = None
 ) -> DraftConfig:
     """The draft's numbers, checked against themselves and against its target.
 
@@ -90,7 +89,7 @@ def read_draft_config(
     return config
 
 
-def read_draft(file: TensorFile, causality: Causality = "auto") -> DraftConfig:
+def read_draft(file: TensorFile, causality: DraftCausal = "auto") -> DraftConfig:
     """The draft's numbers, checked against themselves; what this forward would leave out is refused."""
     r = ConfigReader(file, "dflash")
     for name, what in MARKERS_OF_OTHERS.items():
@@ -193,7 +192,7 @@ def _windows(r: ConfigReader, n_layer: int) -> tuple[int, ...]:
     return tuple(window if slides else 0 for slides in sliding)
 
 
-def _causal(r: ConfigReader, windows: tuple[int, ...], causality: Causality) -> tuple[bool, ...]:
+def _causal(r: ConfigReader, windows: tuple[int, ...], causality: DraftCausal) -> tuple[bool, ...]:
     key = r.key("attention.causal")
     if causality == "auto" and key in r.file.metadata:
         return (r.file.get_bool(key),) * len(windows)

@@ -10,10 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pyggml_dflash.errors import DamagedFileError, EngineClosed, ModelFileError
+from pyggml_dflash.errors import DamagedFileError, ModelFileError
 from pyggml_dflash.ggml.gguf_part import Part, TensorInfo
 from pyggml_dflash.ggml.gguf_values import MetaValue, Strings, quote
-from pyggml_dflash.ggml.mapped_rows import MappedRows
 from pyggml_dflash.ggml.tensor_file import TensorFile
 
 __all__ = ["GgufFile", "MetaValue", "Strings", "TensorInfo"]
@@ -56,12 +55,6 @@ class GgufFile(TensorFile):
         parts = [opened if i == opened.index else Part(p) for i, p in enumerate(paths)]
         _check_set(parts)
         return cls(path, parts)
-
-    def rows(self, tensor: TensorInfo) -> MappedRows:
-        """The rows of a matrix that is read here and there, never as a whole; also outlives the file."""
-        if not self._maps:
-            raise EngineClosed(f"file {self.path}")
-        return MappedRows(self._maps[tensor.part], tensor)
 
     def __enter__(self) -> GgufFile:
         return self

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pyggml_dflash.errors import EngineClosed, UsageError
 from pyggml_dflash.ggml.gguf_part import TensorInfo
 from pyggml_dflash.ggml.gguf_values import MetaValue, TypedMetadata
+from pyggml_dflash.ggml.mapped_rows import MappedRows
 
 
 class TensorFile(TypedMetadata):
@@ -76,6 +77,12 @@ class TensorFile(TypedMetadata):
         length = (tensor.offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
         if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
             self._maps[tensor.part].madvise(mmap.MADV_DONTNEED, start, length)
+
+    def rows(self, tensor: TensorInfo) -> MappedRows:
+        """The rows of a matrix that is read here and there, never as a whole; also outlives the file."""
+        if not self._maps:
+            raise EngineClosed(f"file {self.path}")
+        return MappedRows(self._maps[tensor.part], tensor)
 
     def close(self) -> None:
         """Let go of the mappings; each is unmapped with the last view of it. May be called twice."""

@@ -130,6 +130,8 @@ class LoadedWeights:
     """Every tensor of a model, on its device; owns their memory. Layer code asks by name.
 
     With a dry ledger nothing is read or moved: the tensors are there for graphs to be measured.
+    Outside of layers, what is not among the placements is asked of `base`, another model's weights,
+    which must stay open longer.
     """
 
     def __init__(
@@ -141,9 +143,10 @@ class LoadedWeights:
         progress: LoadProgress | None = None,
         *,
         label: str = "weights",
+        base: LoadedWeights | None = None,
     ) -> None:
         """`label`: what the ledger calls them."""
-        self.file, self._label = file, label
+        self.file, self._label, self._base = file, label, base
         self.n_bytes: dict[str, int] = {}
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as stack:
@@ -207,11 +210,17 @@ class LoadedWeights:
         return frozenset(tensor.type for tensor in self._tensors.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        tensor = self.get(name)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor called `name`, or None if the file has none."""
-        return self._tensors.get(name)
+        """The tensor called `name`, or None if there is none."""
+        own = self._tensors.get(name)
+        if own is not None or self._base is None or name.startswith("blk."):
+            return own
+        return self._base.get(name)
 
     def block(self, i: int) -> BlockWeights:
         """The tensors of layer `i`, by the names they have after 'blk.I.'."""

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pyggml_dflash.arch.dflash_config import Causality
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import ring_mask
+from pyggml_dflash.options import DraftCausal
 from tests.drafts.definition import DraftDefinition, visible
 from tests.drafts.drafted import (
     Arrays,
@@ -224,7 +224,7 @@ LONG = (
 
 @pytest.mark.parametrize(("name", "causality"), LONG)
 def test_a_block_behind_a_long_context_is_what_the_definition_says(
-    folder: Path, target_file: Path, name: str, causality: Causality
+    folder: Path, target_file: Path, name: str, causality: DraftCausal
 ) -> None:
     """Around the ends of 256-cell rings, reached in small pieces and by pieces larger than a ring."""
     path, text = draft_file(name, folder), long_text()

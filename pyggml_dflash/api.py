@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.engine.assembly import DEFAULT_MODEL
+from pyggml_dflash.engine.convert import ConvertedDraft, convert_draft
 from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
 from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
 from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
@@ -456,6 +457,7 @@ class Engine:
 
 __all__ = [
     "DEFAULT_MODEL",
+    "ConvertedDraft",
     "DeviceInfo",
     "DeviceShare",
     "Engine",
@@ -470,6 +472,7 @@ __all__ = [
     "TensorShare",
     "TextStream",
     "backend_features",
+    "convert_draft",
     "devices",
     "fit_report",
     "inspect_model",

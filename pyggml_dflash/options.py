@@ -24,6 +24,7 @@ Spec = Literal["auto", "off", "dflash", "mtp"]
 # together, or each on its own; llama.cpp does the latter and pairs the first token with a row of zeros.
 MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
 DraftCausal = Literal["auto", "none", "swa", "all"]
+DraftType = Literal["keep", "f32", "f16", "bf16", "q8_0"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
 TRIM_VARIABLE: Final = "DFLASH_PREFILL_POOL_TRIM_TOKENS"

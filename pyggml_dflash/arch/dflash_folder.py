@@ -7,11 +7,10 @@ while some folders have them side by side.
 
 from __future__ import annotations
 
-import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from pyggml_dflash.arch.dflash_folder_config import (
     value_types,
 )
 from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError
+from pyggml_dflash.ggml.convert_rows import to_single
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf_part import TensorInfo
 from pyggml_dflash.ggml.tensor_file import TensorFile
@@ -119,7 +119,7 @@ class _Copy:
     name: str
     shape: tuple[int, ...]  # ggml order
     element: ElementType
-    values: NDArray[Any]
+    data: NDArray[np.uint8]
 
 
 class _Table:
@@ -142,41 +142,35 @@ class _Table:
             info = TensorInfo(name, shape, stored.element, stored.part, stored.offset, stored.n_bytes)
             self.tensors[name] = info
             return
-        code = {ElementType.F32: "<f4", ElementType.F16: "<f2", ElementType.BF16: "<u2"}[stored.element]
-        values: NDArray[Any] = np.frombuffer(self._checkpoint.data(stored), code).reshape(stored.shape)
+        data, element = np.frombuffer(self._checkpoint.data(stored), np.uint8), stored.element
         if turned:
-            values = self._turned(stored, values)
-        element = ElementType.F32 if widened else stored.element
-        self._copies.append(_Copy(name, shape, element, _single(values) if widened else values))
+            data = self._turned(stored, data)
+        if widened:
+            data, element = to_single(data, element).view(np.uint8), ElementType.F32
+        self._copies.append(_Copy(name, shape, element, data))
 
-    def _turned(self, stored: StoredTensor, values: NDArray[Any]) -> NDArray[Any]:
+    def _turned(self, stored: StoredTensor, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Rows with the first of every rotary pair of a head in front of all second ones."""
         assert self._pairs is not None
         head_dim, n_rot = self._pairs
-        if values.shape[0] % head_dim or n_rot % 2 or not 0 < n_rot <= head_dim:
+        n_rows = stored.shape[0]
+        if n_rows % head_dim or n_rot % 2 or not 0 < n_rot <= head_dim:
             raise DamagedFileError(
-                f"{self._checkpoint.path}: tensor {stored.name!r} has {values.shape[0]} rows, no whole "
+                f"{self._checkpoint.path}: tensor {stored.name!r} has {n_rows} rows, no whole "
                 f"number of heads of {head_dim} with {n_rot} dimensions in pairs"
             )
-        heads = values.reshape(-1, head_dim, math.prod(values.shape[1:]))
+        heads = data.reshape(-1, head_dim, stored.n_bytes // n_rows)
         parts = [heads[:, 0:n_rot:2], heads[:, 1:n_rot:2], heads[:, n_rot:]]
-        return np.concatenate(parts, axis=1).reshape(values.shape)
+        return np.concatenate(parts, axis=1).reshape(-1)
 
     def copies(self) -> mmap.mmap | None:
         """Memory that holds the copies, which enter the table as a part behind the files."""
-        sizes = [-(-c.values.nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT for c in self._copies]
+        sizes = [-(-c.data.nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT for c in self._copies]
         if not sizes:
             return None
         memory, part, offset = mmap.mmap(-1, sum(sizes)), len(self._checkpoint.maps), 0
         for c, size in zip(self._copies, sizes, strict=True):
-            memory[offset : offset + c.values.nbytes] = c.values.tobytes()
-            self.tensors[c.name] = TensorInfo(c.name, c.shape, c.element, part, offset, c.values.nbytes)
+            memory[offset : offset + c.data.nbytes] = c.data.tobytes()
+            self.tensors[c.name] = TensorInfo(c.name, c.shape, c.element, part, offset, c.data.nbytes)
             offset += size
         return memory
-
-
-def _single(values: NDArray[Any]) -> NDArray[np.float32]:
-    """Numbers in single precision; u2 stands for BF16, the upper half of a single."""
-    if values.dtype == np.dtype("<u2"):
-        return (values.astype("<u4") << 16).view("<f4")
-    return values.astype("<f4")

@@ -77,7 +77,8 @@ def draft_metadata(config: JsonConfig) -> Mapping[str, MetaValue]:
     numbers = {key: config.number(name, None) for key, name in OPTIONAL_NUMBERS.items()}
     found |= {key: value for key, value in (optional | numbers).items() if value is not None}
     found["attention.layer_norm_rms_epsilon"] = config.number("rms_norm_eps")
-    found["hidden_activation"] = config.text("hidden_act", "silu")
+    if (activation := config.text("hidden_act", "silu")) != "silu":
+        found["hidden_activation"] = activation  # in a GGUF file no word means silu
     found["target_layers"] = np.array([i + 1 for i in _target_layer_ids(config)], np.int32)
     causal = config.flag("is_causal", config.flag("causal", None))
     if causal is not None:

@@ -16,6 +16,7 @@ from pyggml_dflash.arch import architecture_of, mtp_block_of
 from pyggml_dflash.arch.base import Capture, StateUpdate
 from pyggml_dflash.arch.dflash import BlockInputs, build_block
 from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.arch.draft_forms import open_draft
 from pyggml_dflash.engine.assembly import settle
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter, Proposal
@@ -218,9 +219,9 @@ def with_draft(
     gather: bool = False,
     update: StateUpdate = "snapshots",
 ) -> Iterator[Drafted]:
-    """A DFlash draft from a file."""
+    """A DFlash draft in any form."""
     with ExitStack() as stack:
-        file = stack.enter_context(GgufFile.open(path))
+        file = stack.enter_context(open_draft(path))
         config = read_draft_config(file, target.config, causality)
         specs = check_tensors(file, draft_tensors(config, target.config.n_vocab))
         placements = place_weights(file, specs, target.backend, repack=False)

@@ -12,7 +12,8 @@ import pytest
 from pyggml_dflash.engine.acceptance import reject
 from pyggml_dflash.engine.drafting import Proposal
 from pyggml_dflash.engine.width import BURST, VerifyWidth
-from tests.drafts.drafted import Drafted, Target, arrays, open_target
+from tests.drafts.drafted import Drafted, Target, arrays, draft_file, open_target, with_draft
+from tests.drafts.published import publish
 from tests.drafts.speculated import drafting, sampler_of, speculated
 from tests.reference.stored import model_file
 
@@ -30,9 +31,11 @@ def target(folder: Path) -> Iterator[Target]:
         yield target
 
 
-@pytest.fixture(scope="module")
-def fitted(target: Target, folder: Path) -> Iterator[Drafted]:
-    with drafting(target, "dflash-fitted-tiny", folder) as drafted:
+@pytest.fixture(scope="module", params=["file", "folder"])
+def fitted(request: pytest.FixtureRequest, target: Target, folder: Path) -> Iterator[Drafted]:
+    name = "dflash-fitted-tiny"
+    path = draft_file(name, folder) if request.param == "file" else publish(name, folder)
+    with with_draft(target, path, update="replay") as drafted:
         yield drafted
 
 

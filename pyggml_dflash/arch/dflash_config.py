@@ -10,6 +10,7 @@ from pyggml_dflash.model.config import ConfigReader, ModelConfig, RopeConfig
 from pyggml_dflash.model.weights import TensorSpec, matrix, vector
 from pyggml_dflash.options import DraftCausal
 
+CONV_MARKER, SELECTOR_MARKER = "blk.0.attn_conv_base", "selector_hidden.weight"  # of version 2
 MARKERS_OF_OTHERS = {
     "markov_w1.weight": "DSpark drafts",
     "blk.0.attn_sinks": "drafts with attention sinks",
@@ -131,6 +132,9 @@ def _check_known(r: ConfigReader, config: DraftConfig) -> None:
     activation = r.file.get_str(r.key("hidden_activation"), "silu")
     if activation != "silu":
         raise r.unsupported(f"{r.shown('hidden_activation')} is {activation!r}; known: silu")
+    if (config.conv is None) != (config.selector is None):
+        lacks = r.file.shown(CONV_MARKER if config.conv is None else SELECTOR_MARKER)
+        raise r.damaged(f"DFlash 2 drafts have convolutions and a selector; tensor {lacks!r} is missing")
     if config.conv is not None:
         whole = config.n_embd % config.conv.group_size == 0
         r.demand(whole, f"{config.n_embd} channels are no whole number of groups of {config.conv.group_size}")
@@ -201,7 +205,7 @@ def _causal(r: ConfigReader, windows: tuple[int, ...], causality: DraftCausal) -
 
 
 def _conv(r: ConfigReader) -> ConvConfig | None:
-    if "blk.0.attn_conv_base" not in r.file.tensors:
+    if CONV_MARKER not in r.file.tensors:
         return None
     return ConvConfig(
         n_taps=r.count("conv_kernel_size", high=64), group_size=r.count("conv_group_size", high=2**20)
@@ -209,7 +213,7 @@ def _conv(r: ConfigReader) -> ConvConfig | None:
 
 
 def _selector(r: ConfigReader) -> SelectorConfig | None:
-    if "selector_hidden.weight" not in r.file.tensors:
+    if SELECTOR_MARKER not in r.file.tensors:
         return None
     rank, n = r.count("selector_rank", high=65536), r.count("selector_top_k", high=256)
     return SelectorConfig(rank=rank, n_candidates=n)

@@ -15,8 +15,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from pyggml_dflash.arch.dflash_config import SELECTOR_MARKER
 from pyggml_dflash.arch.dflash_folder_config import (
     CONFIG_NAMES,
+    KINDS,
     draft_metadata,
     interleaved_pairs,
     value_types,
@@ -84,6 +86,9 @@ def open_draft_folder(path: Path) -> TensorFile:
         if plain not in ignored:
             plain = plain.removesuffix(".weight") if plain.endswith("_codebook.weight") else plain
             table.add(names.get(plain, stored.name), stored)
+    kinds = config.texts("architectures", [KINDS[0]])
+    if kinds[0] == KINDS[1] and SELECTOR_MARKER not in table.names:
+        raise DamagedFileError(f"{path}: 'architectures' is {KINDS[1]}, but there is no candidate_selector")
     ours = {name: theirs for theirs, name in names.items()}
     return TensorFile(
         path,

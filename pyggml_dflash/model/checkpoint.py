@@ -104,7 +104,7 @@ class JsonConfig:
             return default
         converted = convert(value)
         if converted is None:
-            raise DamagedFileError(f"{self.path}: '{name}' is {quote(_shown(value))}; it must be {wanted}")
+            raise DamagedFileError(f"{self.path}: '{name}' is {_shown(value)}; it must be {wanted}")
         return converted
 
 
@@ -127,9 +127,10 @@ def _each(value: object, convert: Callable[[object], T | None]) -> list[T] | Non
 
 def _shown(value: object) -> str:
     try:
-        return json.dumps(value)
+        text = json.dumps(value)
     except ValueError:  # Python does not print integers of thousands of digits
         return "a number with thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from numpy.typing import NDArray
@@ -63,9 +65,14 @@ def draft_config(name: str) -> dict[str, Any]:
     return config
 
 
-def stored_tensors(name: str, folder: Path, kind: Kind = "F32") -> Stored:
+def stored_tensors(name: str, kind: Kind = "F32") -> Stored:
     """The tensors of a stored draft under their published names."""
-    with GgufFile.open(draft_file(name, folder, kind)) as file:
+    return dict(_stored_tensors(name, kind))
+
+
+@cache
+def _stored_tensors(name: str, kind: Kind) -> Stored:
+    with TemporaryDirectory() as folder, GgufFile.open(draft_file(name, Path(folder), kind)) as file:
         return {published_name(t.name): (t.type.name, _elements(file, t.name)) for t in file.tensors.values()}
 
 
@@ -86,7 +93,7 @@ def publish(
     path = folder / f"{name}-published"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(draft_config(name) | dict(config or {})))
-    write_safetensors(path / "model.safetensors", change(stored_tensors(name, folder, kind)))
+    write_safetensors(path / "model.safetensors", change(stored_tensors(name, kind)))
     return path
 
 

@@ -37,10 +37,10 @@ from pyggml_dflash.options import DraftType
 def convert_draft(
     draft: Path, out: Path, target: Path | None, type_: DraftType, overwrite: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Write DRAFT, a published folder or an older GGUF file, as the GGUF file OUT.
+    """Write a DFlash draft as a GGUF file, which llama.cpp reads as well.
 
-    llama.cpp reads the file as well; to speculate with it, it needs the tokenizer that --target brings.
-    OUT stands under its name only once it is complete.
+    DRAFT is the folder of a published draft, or a GGUF file also with older names. To speculate with OUT,
+    llama.cpp needs the tokenizer that --target brings. OUT stands under its name only once it is complete.
     """
     open_stdout()
     with ProgressBars(quiet=quiet) as bars:

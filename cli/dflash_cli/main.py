@@ -22,7 +22,7 @@ COMMANDS: Final = {
     "chat": "Talk with a model in the terminal.",
     "fit": "Show which context fits, and where the memory goes.",
     "inspect": "Show what is in a GGUF file and what it takes to run it.",
-    "convert-draft": "Write a published draft as a GGUF file.",
+    "convert-draft": "Write a DFlash draft as a GGUF file, which llama.cpp reads as well.",
     "score": "Show how likely a text is under a model, token by token.",
     "devices": "List the devices that this build can compute on.",
     "doctor": "Check the installation and say how to mend it.",

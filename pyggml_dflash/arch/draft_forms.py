@@ -5,6 +5,7 @@ Which forms exist is decided here and nowhere else; what is in them is the busin
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ DraftKind = Literal["dflash", "mtp"]
 
 def open_draft(path: Path) -> TensorFile:
     """A draft's file, or published folder; ModelFileError, or a kind of it, if it cannot be used."""
-    if path.is_dir():
+    if os.path.isdir(path):  # which never raises, whatever the path is
         return open_draft_folder(path)
     if path.suffix == ".safetensors":
         raise ModelFileError(

@@ -6,6 +6,7 @@ have is the tokenizer, which comes from the target.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -93,11 +94,11 @@ def convert_draft(
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    if out.is_dir():
+    if os.path.isdir(out):  # these never raise, whatever the path is
         raise UsageError(f"{out} is a directory; name a file in it")
-    if out.exists() and not out.is_file():
+    if os.path.exists(out) and not os.path.isfile(out):
         raise UsageError(f"{out} is no regular file, so it cannot be replaced; name another file")
-    if out.exists() and not overwrite:
+    if os.path.exists(out) and not overwrite:
         raise UsageError(f"{out} exists; name another file, or ask to overwrite it")
 
 

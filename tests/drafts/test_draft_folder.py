@@ -19,7 +19,7 @@ from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import check_tensors
-from tests.drafts.drafted import draft_file
+from tests.drafts.drafted import arrays, draft_file, open_target, with_draft
 from tests.drafts.published import Stored, as_bf16, draft_config, publish, stored_tensors, write_safetensors
 from tests.reference.stored import model_file
 
@@ -73,6 +73,22 @@ def test_matrices_stay_as_they_are_and_vectors_become_single_precision(tmp_path:
             wanted = expected[file.shown(tensor.name)][1]
             cut = (wanted.view("<u4") >> 16 << 16).view("<f4")
             np.testing.assert_array_equal(numbers(file, tensor.name), cut.reshape(tensor.shape))
+
+
+@pytest.mark.parametrize("name", ["dflash-fitted-tiny", "dflash2-tiny"])
+def test_a_draft_in_bf16_drafts(folder: Path, tmp_path: Path, name: str) -> None:
+    """Weights of 8 bits are near enough to propose what the exact ones do, most of the time."""
+    z = arrays(name)
+    path = publish(name, tmp_path, change=as_bf16)
+    same, total = 0, 0
+    with open_target(model_file("qwen35-tiny", "F32", folder)) as target, with_draft(target, path) as drafted:
+        for i in range(4):
+            drafted.begin()
+            drafted.feed(z[f"d{i}_tokens"].tolist())
+            proposal = drafted.propose(int(z[f"d{i}_anchor"][0])).tokens
+            same += int((np.array(proposal) == z[f"d{i}_proposal"]).sum())
+            total += len(proposal)
+    assert same > 0.6 * total
 
 
 def prefixed(tensors: Stored) -> Stored:

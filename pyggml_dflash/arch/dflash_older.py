@@ -17,6 +17,7 @@ from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.gguf_values import MetaValue
 from pyggml_dflash.ggml.tensor_file import TensorFile
+from pyggml_dflash.model.checkpoint import MAX_COUNT
 
 OLDER_ARCHITECTURES: Final = ("qwen35-dflash-draft", "dflash-draft")
 ADVICE: Final = "convert the published folder with 'dflash convert-draft'"
@@ -80,23 +81,22 @@ class _Older:
         file = self._file
         found: dict[str, MetaValue] = {"general.architecture": "dflash"}
         for name in COUNTS:
-            found[f"dflash.{name}"] = file.get_int(self._key(name, name))
+            found[f"dflash.{name}"] = file.get_int(self._key(name))
         for name in OPTIONAL_COUNTS:
-            if (count := file.get_int(self._key(name, name), None)) is not None:
+            if (count := file.get_int(self._key(name), None)) is not None:
                 found[f"dflash.{name}"] = count
         for name in NUMBERS:
-            found[f"dflash.{name}"] = file.get_float(self._key(name, name))
-        found["dflash.block_size"] = self._int("block_size", "block_size", "its block size")
+            found[f"dflash.{name}"] = file.get_float(self._key(name))
+        found["dflash.block_size"] = self._int("block_size", "dflash.block_size", "its block size")
         found[MASK_TOKEN] = self._mask_token()
         found["dflash.target_layers"] = np.array([i + 1 for i in self._target_layer_ids()], np.int32)
-        found |= self._sliding(file.get_int(self._key("block_count", "block_count")))
+        found |= self._sliding(file.get_int(self._key("block_count")))
         self._refuse_unknown()
         return found
 
-    def _key(self, name: str, today: str) -> str:
-        """The key with the file's prefix, noted as what `today` is called."""
-        key = self._prefix + name
-        self.keys[f"dflash.{today}"] = key
+    def _key(self, name: str) -> str:
+        """The key with the file's prefix, noted as what today's is called."""
+        self.keys[f"dflash.{name}"] = key = self._prefix + name
         return key
 
     def _either(self, name: str, today: str) -> str | None:
@@ -109,7 +109,7 @@ class _Older:
         return keys[0] if keys else None
 
     def _int(self, name: str, today: str, what: str) -> int:
-        key = self._either(name, f"dflash.{today}")
+        key = self._either(name, today)
         if key is None:
             raise self._ambiguous(what, self._prefix + "dflash." + name)
         return self._file.get_int(key)
@@ -117,16 +117,17 @@ class _Older:
     def _mask_token(self) -> int:
         if MASK_TOKEN in self._file.metadata:
             return self._file.get_int(MASK_TOKEN)
-        key = self._either("mask_token_id", MASK_TOKEN)
-        if key is None:
-            raise self._ambiguous("its mask token", MASK_TOKEN)
-        return self._file.get_int(key)
+        return self._int("mask_token_id", MASK_TOKEN, "its mask token")
 
     def _target_layer_ids(self) -> list[int]:
         key = self._either("target_layer_ids", "dflash.target_layers")
         if key is None:
             raise self._ambiguous("which target layers it reads", self._prefix + "dflash.target_layer_ids")
-        return self._file.get_ints(key)
+        ids = self._file.get_ints(key)
+        for i in ids:
+            if not 0 <= i <= MAX_COUNT:
+                raise DamagedFileError(f"{self._file.path}: {key} has {i}; expected 0 to {MAX_COUNT}")
+        return ids
 
     def _ambiguous(self, what: str, key: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -136,8 +137,8 @@ class _Older:
 
     def _sliding(self, n_layer: int) -> dict[str, MetaValue]:
         """Window and layers; a window without a list of layers was ignored by some, applied by others."""
-        window_key = self._key("attention.sliding_window", "attention.sliding_window")
-        pattern_key = self._key("attention.sliding_window_pattern", "attention.sliding_window_pattern")
+        window_key = self._key("attention.sliding_window")
+        pattern_key = self._key("attention.sliding_window_pattern")
         if not self._file.get_int(window_key, 0) and pattern_key not in self._file.metadata:
             return {}
         if pattern_key not in self._file.metadata:
@@ -169,14 +170,16 @@ class _Older:
     def tensor_names(self) -> dict[str, str]:
         """Names in the file, and today's."""
         names: dict[str, str] = {}
+        taken: set[str] = set()
         for theirs in self._file.tensors:
             ours = TENSORS.get(theirs, theirs)
             if theirs.startswith("blk.") and theirs.endswith(".post_attention_norm.weight"):
                 ours = theirs.replace("post_attention_norm", "ffn_norm")
-            if ours in names.values():
+            if ours in taken:
                 raise UnsupportedModelError(
                     f"{self._file.path}: tensor {theirs!r} may stand for {ours!r}, which is there too: "
                     f"{ADVICE}"
                 )
             names[theirs] = ours
+            taken.add(ours)
         return names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,37 @@ def test_a_configuration_that_is_wrong_or_unclear_is_refused_by_its_own_names(
         said(tmp_path, "dflash2-tiny", config)
     assert reason in str(caught.value)
     assert "dflash2-tiny-published" in str(caught.value)
+
+
+STRANGE = (True, 0, -1, 2**31, 10**400, 1e300, "x", [], [0], [[]], {"a": {}})
+KNOWN = (
+    "architectures attention_value_scale block_size causal conv_group_size conv_kernel_size dflash_config "
+    "final_logit_softcapping has_embed_tokens head_dim hidden_act hidden_size input_embedding_scale "
+    "intermediate_size is_causal layer_types mask_token_id max_position_embeddings max_window_layers "
+    "num_attention_heads num_hidden_layers num_key_value_heads num_target_layers output_multiplier "
+    "partial_rotary_factor rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta "
+    "sample_from_anchor selector_rank selector_top_k sliding_window swa_window_size target_layer_ids "
+    "use_sliding_window use_swa vocab_size rope_type factor original_max_position_embeddings beta_fast"
+)
+
+
+@pytest.mark.parametrize("key", KNOWN.split())
+def test_a_strange_value_is_refused_or_harmless(target: ModelConfig, tmp_path: Path, key: str) -> None:
+    """Nothing but our own errors comes out, with as many of the other keys in use as there can be."""
+    path, config = publish("dflash2-tiny", tmp_path), draft_config("dflash2-tiny")
+    rope = {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 64}
+    config |= {"rope_parameters": rope, "rope_is_neox_style": False, "layer_types": None}
+    config |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    for value in STRANGE:
+        for strange in (
+            {key: value},
+            {"dflash_config": config["dflash_config"] | {key: value}},
+            {"rope_parameters": rope | {key: value}},
+        ):
+            (path / "config.json").write_text(json.dumps(config | strange))
+            with suppress(ModelFileError), open_draft(path) as file:
+                draft = read_draft_config(file, target)
+                check_tensors(file, draft_tensors(draft, target.n_vocab))
 
 
 OF_ANOTHER_TARGET: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -119,7 +119,7 @@ NOT_SAID: tuple[tuple[str, dict[str, object], str], ...] = (
         {"dflash.target_layer_ids": None},
         f"({PREFIX}dflash.target_layer_ids), which programs",
     ),
-    ("mask-token", {"dflash.mask_token_id": None}, "its mask token (tokenizer.ggml.mask_token_id)"),
+    ("mask-token", {"dflash.mask_token_id": None}, f"its mask token ({PREFIX}dflash.mask_token_id)"),
     ("block-size", {"dflash.block_size": None}, f"its block size ({PREFIX}dflash.block_size)"),
     (
         "window-of-which-layers",
@@ -149,6 +149,8 @@ BAD: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gate", {"tensors": ("blk.0.attn_gate.weight",)}, "gated draft variants are not supported"),
     ("two-norms", {"tensors": ("blk.0.post_attention_norm.weight",)}, "which is there too"),
     ("two-fusions", {"tensors": ("dflash_fc.weight",)}, "which is there too"),
+    ("layer-beyond-int", {"keys": {"dflash.target_layer_ids": [2**40]}}, "has 1099511627776; expected 0"),
+    ("negative-layer", {"keys": {"dflash.target_layer_ids": [-5]}}, "has -5; expected 0"),
     ("no-width", {"keys": {"embedding_length": None}}, f"'{PREFIX}embedding_length' (an integer) is missing"),
     ("no-base", {"keys": {"rope.freq_base": None}}, f"'{PREFIX}rope.freq_base' (a number) is missing"),
     ("block-of-one", {"keys": {"dflash.block_size": 1}}, f"{PREFIX}dflash.block_size is 1; expected 2"),

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyggml_dflash.api import (
+        ConvertedDraft,
         DeviceInfo,
         Engine,
         EngineInfo,
         FitReport,
         Score,
         TextStream,
+        convert_draft,
         devices,
         fit_report,
         inspect_model,
@@ -50,12 +52,14 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "api": (
+        "ConvertedDraft",
         "DeviceInfo",
         "Engine",
         "EngineInfo",
         "FitReport",
         "Score",
         "TextStream",
+        "convert_draft",
         "devices",
         "fit_report",
         "inspect_model",
@@ -93,6 +97,7 @@ __all__ = [
     "Cancelled",
     "ContextFitError",
     "ContextOverflowError",
+    "ConvertedDraft",
     "DamagedFileError",
     "DeviceInfo",
     "DeviceMemoryError",
@@ -118,6 +123,7 @@ __all__ = [
     "Usage",
     "UsageError",
     "__version__",
+    "convert_draft",
     "devices",
     "fit_report",
     "inspect_model",

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.engine.assembly import DEFAULT_MODEL
+from pyggml_dflash.engine.convert import ConvertedDraft, convert_draft
 from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
 from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
 from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
@@ -32,6 +33,7 @@ from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
 from pyggml_dflash.options import (
     TRIM_VARIABLE,
     Auto,
+    DraftCausal,
     EngineOptions,
     KVType,
     MtpConvention,
@@ -200,6 +202,7 @@ class Engine:
         flash_attn: Switch = "auto",
         repack: Switch = "auto",
         draft: str | Path | None = None,
+        draft_causal: DraftCausal = "auto",
         spec: Spec = "auto",
         spec_width: int | None = None,
         mtp_convention: MtpConvention = "all-streams",
@@ -228,6 +231,7 @@ class Engine:
             flash_attn=flash_attn,
             repack=repack,
             draft=_path(draft, "draft"),
+            draft_causal=draft_causal,
             spec=spec,
             spec_width=spec_width,
             mtp_convention=mtp_convention,
@@ -453,6 +457,7 @@ class Engine:
 
 __all__ = [
     "DEFAULT_MODEL",
+    "ConvertedDraft",
     "DeviceInfo",
     "DeviceShare",
     "Engine",
@@ -467,6 +472,7 @@ __all__ = [
     "TensorShare",
     "TextStream",
     "backend_features",
+    "convert_draft",
     "devices",
     "fit_report",
     "inspect_model",

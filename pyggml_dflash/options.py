@@ -23,6 +23,8 @@ Spec = Literal["auto", "off", "dflash", "mtp"]
 # How an MTP block of qwen4exp reads the trunk's streams, where published programs differ: normalised all
 # together, or each on its own; llama.cpp does the latter and pairs the first token with a row of zeros.
 MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
+DraftCausal = Literal["auto", "none", "swa", "all"]
+DraftType = Literal["keep", "f32", "f16", "bf16", "q8_0"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
 TRIM_VARIABLE: Final = "DFLASH_PREFILL_POOL_TRIM_TOKENS"
@@ -136,7 +138,8 @@ class EngineOptions:
     cache_type_v: KVType = "f16"
     flash_attn: Switch = "auto"
     repack: Switch = "auto"  # weights in ggml's repacked CPU layouts
-    draft: Path | None = None  # a DFlash draft made for the model
+    draft: Path | None = None  # made for the model: GGUF file, published folder, or its MTP block as a file
+    draft_causal: DraftCausal = "auto"  # layers of a DFlash draft whose rows see no later ones
     spec: Spec = "auto"  # speculative decoding; auto: with the draft, if there is one
     spec_width: int | None = None  # rows of a verify forward; None: what measured cost and acceptance say
     mtp_convention: MtpConvention = "all-streams"  # for qwen4exp; changes acceptance, never the text
@@ -190,12 +193,11 @@ class EngineOptions:
     def _check_speculation(self) -> None:
         check_choice("spec", self.spec, get_args(Spec))
         check_choice("mtp_convention", self.mtp_convention, get_args(MtpConvention))
+        check_choice("draft_causal", self.draft_causal, get_args(DraftCausal))
         if self.draft is not None and not isinstance(self.draft, Path):
             raise refusal("draft", self.draft, "it must be a pathlib.Path or None")
         if self.spec == "dflash" and self.draft is None:
             raise refusal("spec", self.spec, "it needs a draft")
-        if self.spec == "mtp" and self.draft is not None:
-            raise refusal("spec", self.spec, "it uses the model's own MTP block; leave the draft out")
         if self.spec_width is not None:
             check_int("spec_width", self.spec_width, 2, 16)
 

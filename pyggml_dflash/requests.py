@@ -142,8 +142,8 @@ class EngineStats:
 class Progress:
     """How far a long phase has come; `done` reaches `total`."""
 
-    phase: Literal["load", "prefill"]
-    done: int  # bytes when loading, tokens in prefill
+    phase: Literal["load", "prefill", "convert"]
+    done: int  # tokens in prefill, else bytes
     total: int
 
 

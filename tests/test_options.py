@@ -68,6 +68,8 @@ def test_defaults_are_accepted_and_greedy() -> None:
         (EngineOptions, "flash_attn", ["auto", "on", "off"], [True, "yes", None]),
         (EngineOptions, "repack", ["auto", "on", "off"], [True, "yes", None]),
         (EngineOptions, "nfc", [True, False], [1, "no", None]),
+        (EngineOptions, "draft", [None, Path("x")], ["x", b"x"]),
+        (EngineOptions, "draft_causal", ["auto", "none", "swa", "all"], [None, False, "SWA", "full"]),
         (SamplingOptions, "temperature", [0, 0.0, 1e-30, 100], [-0.1, 100.1, None]),
         (SamplingOptions, "top_k", [0, 1, 2**31 - 1], [-1, 1.0, 2**31]),
         (SamplingOptions, "top_p", [1e-9, 0.5, 1], [0, 0.0, 1.1]),

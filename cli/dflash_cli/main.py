@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "chat": "Talk with a model in the terminal.",
     "fit": "Show which context fits, and where the memory goes.",
     "inspect": "Show what is in a GGUF file and what it takes to run it.",
+    "convert-draft": "Write a DFlash draft as a GGUF file, which llama.cpp reads as well.",
     "score": "Show how likely a text is under a model, token by token.",
     "devices": "List the devices that this build can compute on.",
     "doctor": "Check the installation and say how to mend it.",
@@ -37,10 +38,11 @@ class DflashGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of that name; the command in it has the same name."""
+        """Import the module of that name, '_' for '-'; the command in it has the same name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"dflash_cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"dflash_cli.{name}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

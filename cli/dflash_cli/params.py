@@ -113,6 +113,7 @@ class ModelFile(Param):
     """A file that exists; another path is a `ModelFileError`, so that it exits 3."""
 
     name = "model"
+    takes_folders = False
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path as given."""
@@ -123,9 +124,16 @@ class ModelFile(Param):
             raise ModelFileError(f"{path} does not exist") from error
         except OSError as error:
             raise ModelFileError(f"{path} cannot be opened: {error.strerror}") from error
-        if stat.S_ISDIR(mode):
+        if stat.S_ISDIR(mode) and not self.takes_folders:
             raise ModelFileError(f"{path} is a directory; name a .gguf file in it")
         return path
+
+
+class DraftPath(ModelFile):
+    """A draft that exists: a file, or the folder of a published one."""
+
+    name = "draft"
+    takes_folders = True
 
 
 class Text(Param):

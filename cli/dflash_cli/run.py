@@ -133,6 +133,7 @@ def report(engine: Engine, result: GenerationResult) -> dict[str, Any]:
         "threads": info.threads,
         "n_ctx": info.n_ctx,
         "chunk": info.chunk,
+        "draft": info.draft,
         "speculation": result.speculation,
         "logprobs": [describe(engine, token) for token in result.logprobs],
     }

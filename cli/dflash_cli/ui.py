@@ -97,7 +97,7 @@ def print_table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "") 
 
 
 class ProgressBars:
-    """One bar at a time: bytes while weights load, tokens while a prompt is read. Callable from any thread.
+    """One bar at a time: bytes of weights, tokens while a prompt is read. Callable from any thread.
 
     A bar goes away when its phase ends, or with `close`, which a command calls before it prints.
     """
@@ -131,8 +131,8 @@ class ProgressBars:
     def _start(self, progress: Progress) -> None:
         self._stop()
         self._phase = progress.phase
-        self._bar = _load_bar() if progress.phase == "load" else _prefill_bar()
-        what = "loading" if progress.phase == "load" else "reading the prompt"
+        self._bar = _prefill_bar() if progress.phase == "prefill" else _bytes_bar()
+        what = {"load": "loading", "prefill": "reading the prompt", "convert": "converting"}[progress.phase]
         self._task = self._bar.add_task(what, total=progress.total, rate="")
         self._bar.start()
         self._first, self._started_s = progress.done, time.monotonic()
@@ -151,7 +151,7 @@ class ProgressBars:
         self.close()
 
 
-def _load_bar() -> RichProgress:
+def _bytes_bar() -> RichProgress:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     return _bar(BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())

@@ -28,6 +28,7 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ConfigReader, ModelConfig, RopePairs
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec, matrix, vector
 
@@ -47,7 +48,7 @@ def kv_tensors(
     return found
 
 
-def qkv_specs(file: GgufFile, prefix: str, config: ModelConfig, q_width: int) -> list[TensorSpec]:
+def qkv_specs(file: TensorFile, prefix: str, config: ModelConfig, q_width: int) -> list[TensorSpec]:
     """Query, key and value projections as the file has them, fused or apart."""
     n_embd, q_dim, kv_dim = config.n_embd, q_width * config.n_head, config.kv_dim
     if f"{prefix}attn_qkv.weight" in file.tensors:
@@ -59,7 +60,7 @@ def qkv_specs(file: GgufFile, prefix: str, config: ModelConfig, q_width: int) ->
     ]
 
 
-def ffn_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+def ffn_specs(file: TensorFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
     """The dense feed-forward part, with gate and up apart or fused in `ffn_up`."""
     n_embd, n_ff = config.n_embd, config.n_ff
     down = matrix(f"{prefix}ffn_down.weight", n_ff, n_embd)

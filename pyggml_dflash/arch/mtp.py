@@ -15,16 +15,16 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import GraphKey, InputSizes, State, StateTensor, Step
 from pyggml_dflash.arch.blocks import KVView, experts, feed_forward, norm, project_qkv, rope_params
-from pyggml_dflash.arch.qwen35 import Qwen35Architecture, gated_attention
+from pyggml_dflash.arch.qwen35 import Qwen35Architecture, gated_attention, moe_config
 from pyggml_dflash.ggml.element import ElementType
-from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
-from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.ggml.tensor_file import TensorFile
+from pyggml_dflash.model.config import ConfigReader, ModelConfig
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec, matrix, vector
 
 
-def mtp_tensors(config: ModelConfig, file: GgufFile) -> list[TensorSpec]:
+def mtp_tensors(config: ModelConfig, file: TensorFile) -> list[TensorSpec]:
     """Tensors of the block behind the trunk; empty if the file has none."""
     if config.n_mtp == 0:
         return []
@@ -40,6 +40,41 @@ def mtp_tensors(config: ModelConfig, file: GgufFile) -> list[TensorSpec]:
         TensorSpec(f"{p}nextn.shared_head_head.weight", table, "matmul", required=False),
         *block.attention_layer_tensors(file, p, config),
     ]
+
+
+def read_side_block(file: TensorFile, target: ModelConfig, n_tokens: int) -> ModelConfig:
+    """The target's configuration, with the MTP block that `file` brings, checked to be made for it.
+
+    The file may be one that holds only the block, or a whole model with the block. Its own copies of the
+    target's embedding table, last norm and head are not used. `n_tokens`: tokens of the target's tokenizer.
+    """
+    name = file.get_str("general.architecture")
+    r = ConfigReader(file, name)
+
+    def check(what: str, own: object, wanted: object) -> None:
+        if own != wanted:
+            raise r.unsupported(
+                f"this MTP block is for another target: its {what} is {own}, the target's {wanted}"
+            )
+
+    check("architecture", name, target.architecture)
+    n_mtp = r.count("nextn_predict_layers", high=16)
+    if n_mtp > 1:
+        raise r.unsupported(f"{n_mtp} MTP blocks; one is supported")
+    check("number of layers before it", r.count("block_count", high=1024) - n_mtp, target.n_layer)
+    check("width", r.count("embedding_length", high=2**20), target.n_embd)
+    check("heads, KV heads and head size", r.heads(), (target.n_head, target.n_head_kv, target.head_dim))
+    if target.moe is None:
+        check("feed-forward width", r.count("feed_forward_length"), target.n_ff)
+    else:
+        check("set of experts", moe_config(r), target.moe)
+    check("rotary positions", r.rope(target.head_dim, "halves"), target.rope)
+    check("norm epsilon", r.number("attention.layer_norm_rms_epsilon", high=1.0), target.norm_eps)
+    check("vocabulary", len(file.get_strs("tokenizer.ggml.tokens", [])) or n_tokens, n_tokens)
+    table = file.tensors.get(EMBEDDING)  # a copy that some tools add, in whatever type
+    if table is not None:
+        check("embedding table", list(table.shape), [target.n_embd, target.n_vocab])
+    return replace(target, n_mtp=n_mtp)
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
@@ -103,7 +138,7 @@ class Qwen35MtpBlock:
     first_token: int = 1
     shift: int = 0
 
-    def tensors(self, file: GgufFile) -> list[TensorSpec]:
+    def tensors(self, file: TensorFile) -> list[TensorSpec]:
         """See `MtpBlock.tensors`."""
         return mtp_tensors(self.config, file)
 

@@ -44,6 +44,7 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ConfigReader, DeltaNetConfig, ModelConfig, MoeConfig
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, matrix, vector
 
@@ -108,7 +109,7 @@ def check_sections(r: ConfigReader) -> None:
         )
 
 
-def attention_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+def attention_specs(file: TensorFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
     """The tensors of gated attention."""
     return [
         *qkv_specs(file, prefix, config, 2 * config.head_dim),
@@ -117,7 +118,7 @@ def attention_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[Te
     ]
 
 
-def expert_specs(file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+def expert_specs(file: TensorFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
     """The tensors of a feed-forward part with experts."""
     moe, n_embd = config.moe, config.n_embd
     assert moe is not None
@@ -157,7 +158,7 @@ class Qwen35Architecture:
         r.demand(n_mtp < n_all, f"{n_mtp} MTP layers of {n_all} layers leave no trunk")
         if "blk.0.attn_norm.weight" not in file.tensors and n_mtp:
             raise r.unsupported(
-                "this file holds only an MTP block; it goes beside its target, not in its place"
+                "this file holds only an MTP block; it goes beside its target, as a draft, not in its place"
             )
         check_sections(r)
         moe = moe_config(r) if name == "qwen35moe" else None
@@ -191,11 +192,11 @@ class Qwen35Architecture:
                 specs += self.attention_layer_tensors(file, prefix, config)
         return specs
 
-    def attention_layer_tensors(self, file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+    def attention_layer_tensors(self, file: TensorFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
         """Every tensor of one attention layer, its feed-forward part included."""
         return [*attention_specs(file, prefix, config), *self._shared_specs(file, prefix, config)]
 
-    def _shared_specs(self, file: GgufFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
+    def _shared_specs(self, file: TensorFile, prefix: str, config: ModelConfig) -> list[TensorSpec]:
         dense = config.moe is None
         return [
             vector(f"{prefix}attn_norm.weight", config.n_embd),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 from pyggml_dflash.arch import mtp_block_of
-from pyggml_dflash.arch.base import Architecture, Capture, StateUpdate
+from pyggml_dflash.arch.base import Architecture, Capture, MtpBlock, StateUpdate
 from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.arch.draft_forms import DraftKind, draft_kind, open_draft
+from pyggml_dflash.arch.mtp import mtp_tensors, read_side_block
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.graph_cache import Relieve
@@ -19,6 +23,7 @@ from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, check_tensors, place_weights
 from pyggml_dflash.options import EngineOptions
@@ -28,15 +33,36 @@ SNAPSHOT_PART: Final = 0.1  # of free memory that states after every row may tak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationPlan:
-    """A drafter that will be made: its file and configuration, or the target's MTP block."""
+class DraftInfo:
+    """A draft that was opened, and what it says where implementations differ."""
 
-    kind: str  # 'dflash' or 'mtp'
+    path: Path
+    kind: DraftKind
+    block_size: int | None  # rows of a block, the newest token included; None for an MTP block
+    causal: tuple[bool, ...] | None  # per layer: rows of a block see no later ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationPlan:
+    """A drafter that will be made, checked against its target."""
+
+    kind: DraftKind
     max_width: int
     capture: Capture
-    draft: DraftConfig | None = None
-    file: GgufFile | None = None
+    draft: DraftConfig | None = None  # of a DFlash draft
+    block: MtpBlock | None = None  # else
+    file: TensorFile | None = None  # the draft's own; None: the block is in the target's file
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the draft's own file
     target_tensors: tuple[TensorSpec, ...] = ()  # beyond those of plain decoding
+
+    @property
+    def info(self) -> DraftInfo | None:
+        """What reports show of a draft with a file of its own."""
+        if self.file is None:
+            return None
+        block_size = None if self.draft is None else self.draft.block_size
+        causal = None if self.draft is None else self.draft.causal
+        return DraftInfo(path=self.file.path, kind=self.kind, block_size=block_size, causal=causal)
 
 
 def plan_speculation(
@@ -45,38 +71,61 @@ def plan_speculation(
     """The drafter that the options ask for, checked against its target; None for plain decoding."""
     if options.spec == "off":
         return None
-    if options.spec == "mtp":
-        return _plan_mtp(options, file, config)
-    if options.draft is None:
-        return None
+    own, kind = None, None
+    if options.draft is not None:
+        own = open_draft(options.draft)
+        stack.callback(own.close)
+        kind = draft_kind(own)
+    elif options.spec == "mtp":
+        kind = "mtp"
+    if options.draft_causal != "auto" and kind != "dflash":
+        raise UsageError(f"draft_causal is {options.draft_causal!r}, but there is no DFlash draft")
+    if own is not None and options.spec not in ("auto", kind):
+        what = "a DFlash draft" if kind == "dflash" else "an MTP block"
+        raise UsageError(f"spec is {options.spec!r}, but {options.draft} is {what}; use {kind!r} or 'auto'")
+    if kind == "dflash" and own is not None:
+        return _plan_dflash(options, own, config, len(file.get_strs("tokenizer.ggml.tokens")))
+    return _plan_mtp(options, file, own, config) if kind == "mtp" else None
+
+
+def _plan_dflash(
+    options: EngineOptions, own: TensorFile, config: ModelConfig, n_tokens: int
+) -> SpeculationPlan:
     if config.hidden_width != config.n_embd:
         raise UnsupportedModelError(
-            f"{options.draft}: DFlash drafts read one residual stream; {config.architecture} has several"
+            f"{own.path}: DFlash drafts read one residual stream; {config.architecture} has several"
         )
-    draft_file = GgufFile.open(options.draft)
-    stack.callback(draft_file.close)
-    name = draft_file.get_str("general.architecture")
-    if name != "dflash":
-        raise UnsupportedModelError(f"{options.draft}: architecture {name!r} is no draft; known: dflash")
-    n_tokens = len(file.get_strs("tokenizer.ggml.tokens"))
-    draft = read_draft_config(draft_file, config, n_tokens=n_tokens)
+    draft = read_draft_config(own, config, options.draft_causal, n_tokens=n_tokens)
     if options.spec_width is not None and options.spec_width > draft.block_size:
         raise UsageError(
             f"spec_width is {options.spec_width}; this draft was trained for blocks of {draft.block_size}"
         )
     width = min(16, draft.block_size) if options.spec_width is None else options.spec_width
+    tensors = check_tensors(own, draft_tensors(draft, config.n_vocab))
     capture = Capture(layers=draft.target_layers)
-    return SpeculationPlan(kind="dflash", max_width=width, capture=capture, draft=draft, file=draft_file)
+    return SpeculationPlan(
+        kind="dflash", max_width=width, capture=capture, draft=draft, file=own, tensors=tensors
+    )
 
 
-def _plan_mtp(options: EngineOptions, file: GgufFile, config: ModelConfig) -> SpeculationPlan:
+def _plan_mtp(
+    options: EngineOptions, file: GgufFile, own: TensorFile | None, config: ModelConfig
+) -> SpeculationPlan:
+    """The MTP block of the target's file, or of a file of its own."""
+    width = MTP_DRAFTS + 1 if options.spec_width is None else options.spec_width
+    plan = SpeculationPlan(kind="mtp", max_width=width, capture=Capture(hidden=True))
+    if own is not None:
+        beside = read_side_block(own, config, len(file.get_strs("tokenizer.ggml.tokens")))
+        tensors = check_tensors(own, mtp_tensors(beside, own))
+        return replace(plan, file=own, tensors=tensors, block=mtp_block_of(beside, options.mtp_convention))
     if config.n_mtp == 0:
-        raise UsageError(f"spec is 'mtp'; {file.path} has no MTP block: use 'auto' or 'off'")
+        raise UsageError(
+            f"spec is 'mtp'; {file.path} has no MTP block: use 'auto' or 'off', or name its file as draft"
+        )
     if config.n_mtp > 1:
         raise UnsupportedModelError(f"{file.path}: {config.n_mtp} MTP blocks; one is supported")
-    width = MTP_DRAFTS + 1 if options.spec_width is None else options.spec_width
-    tensors = tuple(mtp_block_of(config, options.mtp_convention).tensors(file))
-    return SpeculationPlan(kind="mtp", max_width=width, capture=Capture(hidden=True), target_tensors=tensors)
+    block = mtp_block_of(config, options.mtp_convention)
+    return replace(plan, block=block, target_tensors=tuple(block.tensors(file)))
 
 
 def choose_recording(
@@ -103,40 +152,43 @@ def make_drafter(
 ) -> Drafter:
     """Load what the plan names; `stack` frees it."""
     type_k, type_v = (ElementType[t.upper()] for t in (options.cache_type_k, options.cache_type_v))
-    if plan.draft is None or plan.file is None:
-        own_table = f"blk.{forwards.model.config.n_layer}.nextn.embed_tokens.weight"
-        if forwards.gather is not None and forwards.model.weights.get(own_table) is not None:
-            raise UnsupportedModelError(
-                f"an MTP block with a table of its own ({own_table}) runs on the CPU only"
-            )
-        block = mtp_block_of(forwards.model.config, options.mtp_convention)
-        mtp = MtpDrafter(
+    weights, target = forwards.model.weights, forwards.model.weights
+    if plan.file is not None:
+        placements = place_weights(plan.file, dict(plan.tensors), backend, repack=options.repack != "off")
+        base = target if plan.kind == "mtp" else None
+        weights = LoadedWeights(plan.file, placements, backend, ledger, label="draft weights", base=base)
+        stack.callback(weights.close)
+    if plan.draft is not None:
+        dflash = DFlashDrafter(
             backend,
             ledger,
+            plan.draft,
+            weights,
             forwards,
-            block,
-            max_drafts=plan.max_width - 1,
-            type_k=type_k,
-            type_v=type_v,
+            type_k,
+            type_v,
             kept_bytes=kept_bytes,
             relieve=relieve,
         )
-        stack.callback(mtp.close)
-        return mtp
-    specs = check_tensors(plan.file, draft_tensors(plan.draft, forwards.model.config.n_vocab))
-    placements = place_weights(plan.file, specs, backend, repack=options.repack != "off")
-    weights = LoadedWeights(plan.file, placements, backend, ledger, label="draft weights")
-    stack.callback(weights.close)
-    drafter = DFlashDrafter(
+        stack.callback(dflash.close)
+        return dflash
+    own_table = f"blk.{forwards.model.config.n_layer}.nextn.embed_tokens.weight"
+    if forwards.gather is not None and weights.get(own_table) is not None:
+        raise UnsupportedModelError(
+            f"an MTP block with a table of its own ({own_table}) runs on the CPU only"
+        )
+    assert plan.block is not None
+    mtp = MtpDrafter(
         backend,
         ledger,
-        plan.draft,
-        weights,
         forwards,
-        type_k,
-        type_v,
+        plan.block,
+        weights=weights,
+        max_drafts=plan.max_width - 1,
+        type_k=type_k,
+        type_v=type_v,
         kept_bytes=kept_bytes,
         relieve=relieve,
     )
-    stack.callback(drafter.close)
-    return drafter
+    stack.callback(mtp.close)
+    return mtp

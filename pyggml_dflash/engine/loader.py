@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.engine.assembly import Assembly, Blueprint, assemble, draw, open_model
 from pyggml_dflash.engine.core import EngineCore
+from pyggml_dflash.engine.drafter_loader import DraftInfo
 from pyggml_dflash.engine.fit import Planner, kept_bytes
 from pyggml_dflash.engine.fit_report import FitReport, make_report
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
@@ -59,6 +60,7 @@ class EngineInfo:
     reasoning_supported: bool
     spec: str  # 'off', or the drafter: 'dflash', 'mtp'
     rollback: str | None  # how rejected drafts are taken back: 'snapshots' or 'replay'
+    draft: DraftInfo | None  # a draft with a file of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,4 +258,5 @@ def _info(blueprint: Blueprint, built: Built, template: ChatTemplate) -> EngineI
         reasoning_supported=template.reasoning_supported,
         spec="off" if speculation is None else speculation.kind,
         rollback=None if recording is None else recording.update,
+        draft=None if speculation is None else speculation.info,
     )

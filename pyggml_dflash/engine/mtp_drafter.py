@@ -1,4 +1,4 @@
-"""Proposes tokens one after the other with the target's own MTP block. Layer 6."""
+"""Proposes tokens one after the other with the target's MTP block. Layer 6."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.plan.measure import MemoryProbe
 
 INJECT_ROWS: Final = 512
@@ -32,7 +33,7 @@ KEPT_STEPS: Final = 4  # of either kind, in this bucket of cache rows and the on
 
 
 class MtpDrafter:
-    """The block's cache and graphs; its weights are loaded with the target's."""
+    """The block's cache and graphs. `weights`: of the block and what it shares; None: the target's."""
 
     name = "mtp"
 
@@ -46,10 +47,13 @@ class MtpDrafter:
         max_drafts: int,
         type_k: ElementType,
         type_v: ElementType,
+        weights: LoadedWeights | None = None,
         kept_bytes: int | None = None,
         relieve: Relieve | None = None,
     ) -> None:
-        self._backend, self._forwards, self.max_drafts = backend, forwards, max_drafts
+        self._backend, self._forwards = backend, forwards
+        self._weights = forwards.model.weights if weights is None else weights
+        self.max_drafts = max_drafts
         self.capture = Capture(hidden=True)
         self._config, self._block = forwards.model.config, block
         config, n_cells = self._config, bucketed(forwards.n_ctx + max_drafts)
@@ -129,7 +133,7 @@ class MtpDrafter:
     def _rows(self, g: GraphBuilder, n: int) -> Tensor:
         if self._forwards.gather is None:
             tokens = g.view(self._inputs["tokens"].tensor, (n,), (), 0)
-            return self._block.embed(g, self._forwards.model.weights, tokens)
+            return self._block.embed(g, self._weights, tokens)
         n_embd = self._config.n_embd
         return g.view(self._inputs["rows"].tensor, (n_embd, n), (4 * n_embd,), 0)
 
@@ -153,8 +157,8 @@ class MtpDrafter:
 
     def _build_inject(self, start: int, n: int) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         g = self._builder()
-        weights, hidden = self._forwards.model.weights, self._recorded(g, start, n)
-        self._block.inject(g, weights, self._state, hidden, self._pairs(g, self._inject_key(n)))
+        hidden = self._recorded(g, start, n)
+        self._block.inject(g, self._weights, self._state, hidden, self._pairs(g, self._inject_key(n)))
         return g, ()
 
     def _build_carry(self, n: int) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
@@ -215,8 +219,7 @@ class MtpDrafter:
     def _build_step(self, key: GraphKey, own: bool) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         g = self._builder()
         hidden = self._own if own else self._recorded(g, 0, 1)
-        weights = self._forwards.model.weights
-        logits, after = self._block.draft(g, weights, self._state, hidden, self._pairs(g, key))
+        logits, after = self._block.draft(g, self._weights, self._state, hidden, self._pairs(g, key))
         out = g.output(logits)
         g.expand(g.copy(after, self._own))
         return g, (out,)

@@ -6,34 +6,23 @@ ggml's own reader is not used: it takes some bad files and allocates before it h
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pyggml_dflash.errors import DamagedFileError, EngineClosed, ModelFileError, UsageError
+from pyggml_dflash.errors import DamagedFileError, ModelFileError
 from pyggml_dflash.ggml.gguf_part import Part, TensorInfo
-from pyggml_dflash.ggml.gguf_values import MetaValue, Strings, TypedMetadata, quote
-from pyggml_dflash.ggml.mapped_rows import MappedRows
+from pyggml_dflash.ggml.gguf_values import MetaValue, Strings, quote
+from pyggml_dflash.ggml.tensor_file import TensorFile
 
 __all__ = ["GgufFile", "MetaValue", "Strings", "TensorInfo"]
 
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
-class GgufFile(TypedMetadata):
-    """One model file, or all parts of a split one, mapped for reading.
+class GgufFile(TensorFile):
+    """One model file, or all parts of a split one, mapped for reading."""
 
-    Close it, or use it as a context manager. The bytes stay mapped while a view of them lives; who
-    hands an address to C keeps the view. Sizes are checked when opening: a file that is cut short
-    afterwards, in place, ends the process at the next access (SIGBUS), so replace files by renaming.
-    """
-
-    path: Path  # as given
     parts: tuple[Path, ...]
     version: int
     alignment: int  # the smallest of the parts': every tensor's offset is a multiple of it
@@ -41,16 +30,14 @@ class GgufFile(TypedMetadata):
     tensors: Mapping[str, TensorInfo]  # in file order
 
     def __init__(self, path: Path, parts: Sequence[Part]) -> None:
-        self.path, self.parts = path, tuple(part.path for part in parts)
+        tensors = {t.name: t for part in parts for t in part.tensors}
+        super().__init__(
+            path, parts[0].metadata, parts[0].value_types, tensors, [part.data for part in parts]
+        )
+        self.parts = tuple(part.path for part in parts)
         self.version = parts[0].version
-        self.metadata, self.value_types = parts[0].metadata, parts[0].value_types
         self.alignment = min(part.alignment for part in parts)
         self.n_bytes = sum(len(part.data) for part in parts)
-        self.tensors = MappingProxyType({t.name: t for part in parts for t in part.tensors})
-        self._mappings: list[NDArray[np.uint8]] | None = [
-            np.frombuffer(part.data, dtype=np.uint8) for part in parts
-        ]
-        self._maps = [part.data for part in parts]
 
     @classmethod
     def open(cls, path: Path | str) -> GgufFile:
@@ -69,43 +56,8 @@ class GgufFile(TypedMetadata):
         _check_set(parts)
         return cls(path, parts)
 
-    def data(self, tensor: TensorInfo) -> NDArray[np.uint8]:
-        """The tensor's bytes, uint8 [n_bytes], a read-only view of the mapping."""
-        if self.tensors.get(tensor.name) != tensor:
-            raise UsageError(f"tensor '{tensor.name}' is not one of {self.path}")
-        return self.mapping(tensor.part)[tensor.offset : tensor.offset + tensor.n_bytes]
-
-    def mapping(self, part: int) -> NDArray[np.uint8]:
-        """All bytes of a part file, uint8, read-only; the address of the first is page-aligned."""
-        if self._mappings is None:
-            raise EngineClosed(f"file {self.path}")
-        return self._mappings[part]
-
-    def forget(self, tensor: TensorInfo) -> None:
-        """Let the system drop the tensor's pages from memory; a later access reads them again."""
-        start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (tensor.offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0 and self._maps and hasattr(mmap, "MADV_DONTNEED"):
-            self._maps[tensor.part].madvise(mmap.MADV_DONTNEED, start, length)
-
-    def rows(self, tensor: TensorInfo) -> MappedRows:
-        """The rows of a matrix that is read here and there, never as a whole; also outlives the file."""
-        if not self._maps:
-            raise EngineClosed(f"file {self.path}")
-        return MappedRows(self._maps[tensor.part], tensor)
-
-    def close(self) -> None:
-        """Let go of the mappings; each is unmapped with the last view of it. May be called twice."""
-        self._mappings = None
-        self._maps = []
-
     def __enter__(self) -> GgufFile:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"GgufFile({str(self.path)!r}, {len(self.tensors)} tensors, {self.n_bytes} bytes)"

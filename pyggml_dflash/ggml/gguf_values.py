@@ -13,6 +13,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -237,6 +238,11 @@ class TypedMetadata:
     path: Path
     metadata: Mapping[str, MetaValue]
     value_types: Mapping[str, str]  # 'u32', 'array of 24 str': what the file calls each value
+    names: Mapping[str, str] = MappingProxyType({})  # see `shown`
+
+    def shown(self, name: str) -> str:
+        """The name by which the user finds a key or tensor in the file; messages use it."""
+        return self.names.get(name, name)
 
     def get_int(self, key: str, default: D = REQUIRED) -> int | D:
         return self._get(key, default, "an integer", _as_int)
@@ -293,7 +299,8 @@ class TypedMetadata:
 
     def _absent(self, key: str, default: D, wanted: str) -> D:
         if default is REQUIRED:
-            raise UnsupportedModelError(f"{self.path}: the metadata key '{key}' ({wanted}) is missing")
+            shown = self.shown(key)
+            raise UnsupportedModelError(f"{self.path}: the metadata key '{shown}' ({wanted}) is missing")
         return default
 
     def _mismatch(self, key: str, wanted: str) -> DamagedFileError:
@@ -301,7 +308,7 @@ class TypedMetadata:
         value = self.metadata[key]
         shown = "" if isinstance(value, (np.ndarray, Strings)) else f" {quote(str(value))}"
         return DamagedFileError(
-            f"{self.path}: the metadata key '{key}' is {found}{shown}; {wanted} is needed"
+            f"{self.path}: the metadata key '{self.shown(key)}' is {found}{shown}; {wanted} is needed"
         )
 
 

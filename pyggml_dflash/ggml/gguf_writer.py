@@ -7,6 +7,7 @@ written opens with `GgufFile`, and with ggml's reader too: tensors follow each o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -152,7 +153,8 @@ class GgufWriter:
             raise ModelFileError(f"{path} cannot be written: {error}") from error
         finally:
             for part in unfinished:
-                part.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # of a name that cannot be, or that was never made
+                    part.unlink()
         return targets
 
     def _write_part(self, file: BinaryIO, index: int, n_parts: int, tensors: Sequence[_Tensor]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError
-from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.ggml.tensor_file import TensorFile
 
 RopePairs = Literal["adjacent", "halves"]
 
@@ -108,12 +108,16 @@ class ModelConfig:
 class ConfigReader:
     """Metadata of one architecture, read with range checks that name file and key."""
 
-    def __init__(self, file: GgufFile, architecture: str) -> None:
+    def __init__(self, file: TensorFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
 
     def key(self, name: str) -> str:
         """The full key of `name`."""
         return f"{self.architecture}.{name}"
+
+    def shown(self, name: str) -> str:
+        """The key of `name` as the user finds it in the file."""
+        return self.file.shown(self.key(name))
 
     def has(self, name: str) -> bool:
         """True if the file has the key."""
@@ -124,7 +128,7 @@ class ConfigReader:
         key = self.key(name)
         value = self.file.get_int(key) if default is None else self.file.get_int(key, default)
         if not low <= value <= high:
-            raise self.damaged(f"{key} is {value}; expected {low} to {high}")
+            raise self.damaged(f"{self.file.shown(key)} is {value}; expected {low} to {high}")
         return value
 
     def number(
@@ -134,7 +138,7 @@ class ConfigReader:
         key = self.key(name)
         value = self.file.get_float(key) if default is None else self.file.get_float(key, default)
         if not (math.isfinite(value) and low <= value <= high):
-            raise self.damaged(f"{key} is {value}; expected {low:g} to {high:g}")
+            raise self.damaged(f"{self.file.shown(key)} is {value}; expected {low:g} to {high:g}")
         return value
 
     def damaged(self, text: str) -> DamagedFileError:

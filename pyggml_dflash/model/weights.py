@@ -17,11 +17,12 @@ from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError
 from pyggml_dflash.ggml.arena import MappedArena, TensorArena, write
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
-from pyggml_dflash.ggml.gguf import GgufFile, TensorInfo
+from pyggml_dflash.ggml.gguf_part import TensorInfo
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import WeightUse, buffer_type_name, can_compute, repacked_buffer_type
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor_file import TensorFile
 
 MAPPED_ALIGNMENT: Final = 32  # bytes; ggml's kernels may assume it, and files with odd alignments exist
 UPLOAD_PIECE: Final = 16 * 2**20  # bytes between two progress reports
@@ -67,25 +68,26 @@ def _same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return (*found, *[1] * (n - len(found))) == (*wanted, *[1] * (n - len(wanted)))
 
 
-def check_tensors(file: GgufFile, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+def check_tensors(file: TensorFile, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
     """The specs that the file satisfies, by name; a missing or misshapen tensor raises."""
     found: dict[str, TensorSpec] = {}
     for spec in specs:
         info = file.tensors.get(spec.name)
+        shown = file.shown(spec.name)
         if info is None:
             if spec.required:
                 raise DamagedFileError(
-                    f"{file.path}: tensor {spec.name!r} is missing; expected {list(spec.shape)}"
+                    f"{file.path}: tensor {shown!r} is missing; expected {list(spec.shape)}"
                 )
             continue
         if not _same_shape(info.shape, spec.shape):
             raise DamagedFileError(
-                f"{file.path}: tensor {spec.name!r} has shape {list(info.shape)}; expected {list(spec.shape)}"
+                f"{file.path}: tensor {shown!r} has shape {list(info.shape)}; expected {list(spec.shape)}"
             )
         if info.type in NO_WEIGHTS or (spec.use == "vector" and info.type != ElementType.F32):
             expected = "f32" if spec.use == "vector" else "a floating-point or quantised type of weights"
             raise UnsupportedModelError(
-                f"{file.path}: tensor {spec.name!r} has type {info.type.label}; expected {expected}"
+                f"{file.path}: tensor {shown!r} has type {info.type.label}; expected {expected}"
             )
         found[spec.name] = spec
     return found
@@ -102,7 +104,7 @@ class Placement:
 
 
 def place_weights(
-    file: GgufFile, specs: dict[str, TensorSpec], backend: Backend, *, repack: bool
+    file: TensorFile, specs: dict[str, TensorSpec], backend: Backend, *, repack: bool
 ) -> list[Placement]:
     """Decide where every tensor goes, from the table alone; a tied head reads the embedding table."""
     wanted = dict(specs)
@@ -118,7 +120,7 @@ def place_weights(
             if layout is not None:
                 kind = buffer_type_name(layout)
             elif not can_compute(backend, info.type, spec.shape, spec.use):
-                what = f"tensor {info.name!r} of type {info.type.label}"
+                what = f"tensor {file.shown(info.name)!r} of type {info.type.label}"
                 raise UnsupportedModelError(f"{file.path}: {backend.name} cannot compute with {what}")
         placements.append(Placement(name, info, spec, kind))
     return placements
@@ -128,20 +130,23 @@ class LoadedWeights:
     """Every tensor of a model, on its device; owns their memory. Layer code asks by name.
 
     With a dry ledger nothing is read or moved: the tensors are there for graphs to be measured.
+    Outside of layers, what is not among the placements is asked of `base`, another model's weights,
+    which must stay open longer.
     """
 
     def __init__(
         self,
-        file: GgufFile,
+        file: TensorFile,
         placements: list[Placement],
         backend: Backend,
         ledger: Ledger,
         progress: LoadProgress | None = None,
         *,
         label: str = "weights",
+        base: LoadedWeights | None = None,
     ) -> None:
         """`label`: what the ledger calls them."""
-        self.file, self._label = file, label
+        self.file, self._label, self._base = file, label, base
         self.n_bytes: dict[str, int] = {}
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as stack:
@@ -205,11 +210,17 @@ class LoadedWeights:
         return frozenset(tensor.type for tensor in self._tensors.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        tensor = self.get(name)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor called `name`, or None if the file has none."""
-        return self._tensors.get(name)
+        """The tensor called `name`, or None if there is none."""
+        own = self._tensors.get(name)
+        if own is not None or self._base is None or name.startswith("blk."):
+            return own
+        return self._base.get(name)
 
     def block(self, i: int) -> BlockWeights:
         """The tensors of layer `i`, by the names they have after 'blk.I.'."""

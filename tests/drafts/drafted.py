@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pyggml_dflash.arch import architecture_of, mtp_block_of
 from pyggml_dflash.arch.base import Capture, StateUpdate
 from pyggml_dflash.arch.dflash import BlockInputs, build_block
-from pyggml_dflash.arch.dflash_config import Causality, DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.arch.draft_forms import open_draft
 from pyggml_dflash.engine.assembly import settle
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter, Proposal
@@ -30,7 +31,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import EMBEDDING, LoadedWeights, check_tensors, place_weights
-from pyggml_dflash.options import KVType, MtpConvention
+from pyggml_dflash.options import DraftCausal, KVType, MtpConvention
 from pyggml_dflash.state.slot import Slot, SlotTable
 from tests.reference.opened import OnOff, on_the_cpu
 from tests.reference.stored import MODELS, Kind, model_file
@@ -212,15 +213,15 @@ def with_mtp(
 def with_draft(
     target: Target,
     path: Path,
-    causality: Causality = "auto",
+    causality: DraftCausal = "auto",
     *,
     chunk: int = CHUNK,
     gather: bool = False,
     update: StateUpdate = "snapshots",
 ) -> Iterator[Drafted]:
-    """A DFlash draft from a file."""
+    """A DFlash draft in any form."""
     with ExitStack() as stack:
-        file = stack.enter_context(GgufFile.open(path))
+        file = stack.enter_context(open_draft(path))
         config = read_draft_config(file, target.config, causality)
         specs = check_tensors(file, draft_tensors(config, target.config.n_vocab))
         placements = place_weights(file, specs, target.backend, repack=False)

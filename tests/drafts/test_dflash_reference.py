@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pyggml_dflash.arch.dflash_config import Causality
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import ring_mask
+from pyggml_dflash.options import DraftCausal
 from tests.drafts.definition import DraftDefinition, visible
 from tests.drafts.drafted import (
     Arrays,
@@ -32,6 +32,7 @@ from tests.drafts.drafted import (
     open_target,
     with_draft,
 )
+from tests.drafts.published import publish
 from tests.reference.opened import OnOff
 from tests.reference.stored import model_file
 
@@ -89,17 +90,24 @@ class Run:
     contexts: list[Context]
 
 
-SETTINGS = [(name, piece, "off") for name in DRAFTS for piece in (1, 3, 64)] + [
-    (name, 64, "on") for name in DRAFTS
+SETTINGS = [
+    *((name, piece, "off", "file") for name in DRAFTS for piece in (1, 3, 64)),
+    *((name, 64, "on", "file") for name in DRAFTS),
+    *((name, 64, "off", "folder") for name in DRAFTS),
 ]
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=lambda s: f"{s[0]}-pieces_of_{s[1]}-flash_{s[2]}")
-def run(request: pytest.FixtureRequest, folder: Path, target_file: Path) -> Iterator[Run]:
-    name, piece, flash_attn = request.param
+@pytest.fixture(
+    scope="module", params=SETTINGS, ids=lambda s: f"{s[0]}-pieces_of_{s[1]}-flash_{s[2]}-from_{s[3]}"
+)
+def run(
+    request: pytest.FixtureRequest, folder: Path, target_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
+    name, piece, flash_attn, form = request.param
     with ExitStack() as stack:
         target = stack.enter_context(open_target(target_file, flash_attn=flash_attn))
-        drafted = stack.enter_context(with_draft(target, draft_file(name, folder)))
+        path = draft_file(name, folder) if form == "file" else publish(name, tmp_path_factory.mktemp("form"))
+        drafted = stack.enter_context(with_draft(target, path))
         yield Run(name, drafted, run_contexts(drafted, arrays(name), piece))
 
 
@@ -224,7 +232,7 @@ LONG = (
 
 @pytest.mark.parametrize(("name", "causality"), LONG)
 def test_a_block_behind_a_long_context_is_what_the_definition_says(
-    folder: Path, target_file: Path, name: str, causality: Causality
+    folder: Path, target_file: Path, name: str, causality: DraftCausal
 ) -> None:
     """Around the ends of 256-cell rings, reached in small pieces and by pieces larger than a ring."""
     path, text = draft_file(name, folder), long_text()

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from pyggml_dflash.arch import architecture_of
-from pyggml_dflash.arch.dflash_config import Causality, DraftConfig, draft_tensors, read_draft_config
+from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
 from pyggml_dflash.errors import ModelFileError, UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.gguf_writer import GgufWriter
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import check_tensors
+from pyggml_dflash.options import DraftCausal
 from tests.drafts.drafted import draft_file
 from tests.reference.stored import model_file
 
@@ -189,7 +190,7 @@ def test_causality_is_the_users_else_the_files_else_that_of_sliding_layers(
     drafts: dict[str, GgufFile],
     target: ModelConfig,
     name: str,
-    causality: Causality,
+    causality: DraftCausal,
     causal: tuple[bool, ...],
 ) -> None:
     config = read_draft_config(drafts[name], target, causality)

@@ -12,7 +12,8 @@ import pytest
 from pyggml_dflash.engine.acceptance import reject
 from pyggml_dflash.engine.drafting import Proposal
 from pyggml_dflash.engine.width import BURST, VerifyWidth
-from tests.drafts.drafted import Drafted, Target, arrays, open_target
+from tests.drafts.drafted import Drafted, Target, arrays, draft_file, open_target, with_draft
+from tests.drafts.published import publish
 from tests.drafts.speculated import drafting, sampler_of, speculated
 from tests.reference.stored import model_file
 
@@ -36,8 +37,16 @@ def fitted(target: Target, folder: Path) -> Iterator[Drafted]:
         yield drafted
 
 
+@pytest.fixture(scope="module", params=["file", "folder"])
+def in_each_form(request: pytest.FixtureRequest, target: Target, folder: Path) -> Iterator[Drafted]:
+    name = "dflash-fitted-tiny"
+    path = draft_file(name, folder) if request.param == "file" else publish(name, folder)
+    with with_draft(target, path, update="replay") as drafted:
+        yield drafted
+
+
 @pytest.mark.parametrize("run", range(7))
-def test_a_stored_run_is_reproduced_round_by_round(fitted: Drafted, run: int) -> None:
+def test_a_stored_run_is_reproduced_round_by_round(in_each_form: Drafted, run: int) -> None:
     numbers = arrays("dflash-fitted-tiny")
     prompt, expected = numbers[f"s{run}_prompt"].tolist(), numbers[f"s{run}_tokens"].tolist()
     drafts, accepted = numbers[f"s{run}_drafts"], numbers[f"s{run}_accepted"]
@@ -49,7 +58,7 @@ def test_a_stored_run_is_reproduced_round_by_round(fitted: Drafted, run: int) ->
         return own.tokens
 
     n = 1 + int((accepted + 1).sum())
-    tokens, _ = speculated(fitted, prompt, n + 16, 8, tell=note)
+    tokens, _ = speculated(in_each_form, prompt, n + 16, 8, tell=note)
     assert tokens[: len(expected)] == expected
     assert seen[: len(drafts)] == drafts.tolist()
     np.testing.assert_array_equal(np.diff(at[: len(drafts) + 1]), accepted + 1)

@@ -250,6 +250,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         GgufWriter().write(tmp_path / "no" / "a.gguf")
 
 
+def test_a_name_that_cannot_be_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"xxx cannot be written: .*too long"):
+        GgufWriter().write(tmp_path / ("x" * 300))
+    assert not list(tmp_path.iterdir())
+
+
 # What is refused
 
 

@@ -22,8 +22,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.mapped_rows import Raw, can_expand
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ConfigReader
 
 TABLE: Final = "per_layer_token_embd.weight"
@@ -237,7 +237,7 @@ class NgramReader:
     Used by one thread. The thread that reads ahead touches the mapped file and nothing native.
     """
 
-    def __init__(self, config: NgramConfig, file: GgufFile) -> None:
+    def __init__(self, config: NgramConfig, file: TensorFile) -> None:
         self._hash, self._n_before = NgramHash(config), config.n_before
         self._table = file.rows(file.tensors[TABLE])
         self._ahead = _ReadAhead(self._table.read)

@@ -39,10 +39,9 @@ def match(
     """
     run: list[Chosen] = []
     for i, row in enumerate(rows):
-        lead = sampler.lead(row)
         token = sampler.pick(row)
+        run.append(Chosen(token, row, sampler.lead(row, token)))
         sampler.accept(token)
-        run.append(Chosen(token, row, lead))
         if i == len(drafts) or token != drafts[i] or token in ends:
             break
     return run

@@ -44,13 +44,16 @@ def rounding_unit(weights: Iterable[ElementType], cache: Iterable[ElementType], 
 
 
 class NearTies:
-    """Judges greedy choices of one model."""
+    """Judges greedy choices of one text, by how far the logits of its first one are spread."""
 
     def __init__(self, forwards: Forwards) -> None:
         model = forwards.model
         unit = rounding_unit(model.weights.types, forwards.cache_types, is_host=forwards.is_host)
         self._factor = DEVIATIONS * unit * math.sqrt(4 * model.config.n_layer + 1)
+        self.bound: float | None = None
 
-    def bound(self, logits: Logits) -> float:
-        """The lead over the second best below which another order of sums may choose another token."""
-        return self._factor * float(logits[:: 1 + len(logits) // SAMPLE].std())
+    def is_near(self, lead: float, logits: Logits) -> bool:
+        """True if another order of sums may choose another token than one with this lead over the others."""
+        if self.bound is None:
+            self.bound = self._factor * float(logits[:: 1 + len(logits) // SAMPLE].std())
+        return lead < self.bound

@@ -96,19 +96,18 @@ class Sampler:
         at = int(np.searchsorted(cdf, self._random.random() * cdf[-1], side="right"))
         return at if ids is None else int(ids[at])
 
-    def lead(self, logits: Logits) -> float:
-        """How far the token that `pick` would take is above the second best; inf when tokens are drawn.
+    def lead(self, logits: Logits, token: int) -> float:
+        """How far `token`, which `pick` took and `accept` has not seen, is above the next best.
 
-        Where nothing but ids that are never emitted changes the logits, one of these may be the second.
+        inf when tokens are drawn. Where nothing but ids that are never emitted changes the logits, one of
+        these may be the next best.
         """
         if not self.greedy:
             return math.inf
-        x, best = logits, int(np.argmax(logits))
-        if not self._is_argmax or best in self._forbidden_set:
-            x = self._adjusted(logits)
-            best = int(np.argmax(x))
-        second = max((part.max() for part in (x[:best], x[best + 1 :]) if len(part)), default=-math.inf)
-        return 0.0 if second == x[best] else float(x[best] - second)
+        x = logits if self._is_argmax else self._adjusted(logits)
+        best, rest = float(x[token]), (x[:token], x[token + 1 :])
+        second = max((float(part.max()) for part in rest if len(part)), default=-math.inf)
+        return 0.0 if second == best else best - second
 
     def accept(self, token: int) -> None:
         """Count `token` as part of the answer, whoever chose it."""

@@ -154,5 +154,5 @@ class Speculation:
         counters, greedy = self.counters, self._sampler.greedy
         for chosen in run:
             counters.n_tokens += 1
-            if greedy and chosen.lead < self._ties.bound(chosen.logits):
+            if greedy and self._ties.is_near(chosen.lead, chosen.logits):
                 counters.near_ties.append(counters.n_tokens)

@@ -73,12 +73,11 @@ def right_up_to(n_right: int, text: Sequence[int]) -> Tell:
 
 @dataclass(frozen=True, slots=True)
 class PlainRun:
-    """What plain decoding gives: tokens, how far each is above the second best, and what counts as near."""
+    """What plain decoding gives: tokens, and which of them were chosen so closely that rounding decides."""
 
     prompt: list[int]
     tokens: list[int]
-    leads: list[float]
-    bounds: list[float]
+    near: list[bool]
 
 
 def sampler_of(drafted: Drafted, prompt: Sequence[int], **options: Any) -> Sampler:
@@ -89,7 +88,7 @@ def sampler_of(drafted: Drafted, prompt: Sequence[int], **options: Any) -> Sampl
 def plain(drafted: Drafted, prompt: list[int], n: int, **options: Any) -> PlainRun:
     """Decode `n` tokens one by one."""
     forwards, slot, sampler = drafted.forwards, drafted.target.slot, sampler_of(drafted, prompt, **options)
-    run, ties = PlainRun(prompt, [], [], []), NearTies(forwards)
+    run, ties = PlainRun(prompt, [], []), NearTies(forwards)
     slot.reset()
     for start in range(0, len(prompt), forwards.chunk):
         part = prompt[start : start + forwards.chunk]
@@ -98,9 +97,8 @@ def plain(drafted: Drafted, prompt: list[int], n: int, **options: Any) -> PlainR
     assert rows is not None
     logits = rows[0]
     while True:
-        run.leads.append(sampler.lead(logits))
-        run.bounds.append(ties.bound(logits))
         run.tokens.append(sampler.pick(logits))
+        run.near.append(ties.is_near(sampler.lead(logits, run.tokens[-1]), logits))
         sampler.accept(run.tokens[-1])
         if len(run.tokens) == n:
             return run
@@ -147,7 +145,7 @@ def near_tie_flip(run: PlainRun, tokens: list[int], speculation: Speculation) ->
     if not any(parting):
         return False
     at = parting.index(True)
-    assert run.leads[at] < run.bounds[at], f"token {at} was chosen by {run.leads[at]}, which is no near tie"
+    assert run.near[at], f"token {at} is another one, and plain decoding did not choose it at a near tie"
     assert at in speculation.stats.near_ties
     return True
 

@@ -202,13 +202,16 @@ def test_rows_that_are_no_numbers_end_a_proposal() -> None:
 
 def test_the_lead_is_the_distance_of_the_choice_to_the_second_best() -> None:
     logits = np.array([1.0, 5.0, 4.5, -2.0, 4.0, 0.0], np.float32)
-    assert Toy().lead(logits) == 0.5
-    assert Toy(logit_bias={1: -0.75}).lead(logits) == 0.25
-    assert Toy(logit_bias={1: -math.inf}).lead(logits) == 0.5
-    assert Toy(logit_bias={2: 0.5}).lead(logits) == 0
-    assert Toy(temperature=1.0).lead(logits) == math.inf
-    never = Sampler(SamplingOptions(), [0], n_vocab=6, forbidden=np.array([1]))
-    assert never.lead(logits) == 0.5
+
+    def lead(sampler: Sampler) -> float:
+        return sampler.lead(logits, sampler.pick(logits))
+
+    assert lead(Toy()) == 0.5
+    assert lead(Toy(logit_bias={1: -0.75})) == 0.25
+    assert lead(Toy(logit_bias={1: -math.inf})) == 0.5
+    assert lead(Toy(logit_bias={2: 0.5})) == lead(Toy(logit_bias={3: math.inf, 4: math.inf})) == 0
+    assert lead(Toy(temperature=1.0, seed=1)) == math.inf
+    assert lead(Sampler(SamplingOptions(), [0], n_vocab=6, forbidden=np.array([4]))) == 0.5
     penalised = Toy(presence_penalty=0.25)
     penalised.accept(1)
-    assert penalised.lead(logits) == 0.25
+    assert lead(penalised) == 0.25

@@ -23,7 +23,13 @@ from pyggml_dflash.arch.base import (
 from pyggml_dflash.arch.delta_net import commit_delta, delta_record, delta_state
 from pyggml_dflash.arch.dense import kv_tensors
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig, read_config
-from pyggml_dflash.arch.qwen4exp.indexer import Span, attention_form, fill_index, index_inputs
+from pyggml_dflash.arch.qwen4exp.indexer import (
+    MAX_TAKEN_BACK,
+    Span,
+    attention_form,
+    fill_index,
+    index_inputs,
+)
 from pyggml_dflash.arch.qwen4exp.ngram import NgramReader
 from pyggml_dflash.arch.qwen4exp.ple import commit_ple, ple_record, ple_specs, ple_state
 from pyggml_dflash.arch.qwen4exp.sparse import index_state, max_sparse_nodes
@@ -151,6 +157,7 @@ class Qwen4ExpArchitecture:
     def record_tensors(self, config: ModelConfig, update: StateUpdate, width: int) -> tuple[StateTensor, ...]:
         """What the delta nets and the n-grams' convolution need to be taken back."""
         c = settings(config)
+        assert width <= MAX_TAKEN_BACK, "the indexer's ring holds no more rows that may be taken back"
         found = list(delta_record(c, update, width))
         if c.ngram is not None:
             found.append(ple_record(c.ngram, c.n_embd, c.n_stream, width))

@@ -128,13 +128,15 @@ def fill_index(arrays: Arrays, config: IndexerConfig, form: AttentionForm, span:
     counts = _fill_keys(arrays, config, span)
     if form == "dense":
         return counts
-    n_pool = span.n_kv // config.ratio
-    n_complete = np.arange(span.n_past + 1, span.n_past + span.n_tokens + 1) // config.ratio  # per row
-    counts["index.mask"] = _fill_mask(arrays["index.mask"], n_complete, n_pool)
+    n_visible = range(span.n_past + 1, span.n_past + span.n_tokens + 1)  # cache rows, per row of the forward
+    n_complete = [n // config.ratio for n in n_visible]
+    counts["index.mask"] = _fill_mask(arrays["index.mask"], n_complete, span.n_kv // config.ratio)
     if form == "masked":
         arrays["index.tails"][: span.n_tokens] = n_complete
-        return counts | {"index.tails": span.n_tokens}
-    return counts | _fill_gathered(arrays, config, span, n_complete)
+        counts["index.tails"] = span.n_tokens
+    else:
+        counts |= _fill_gathered(arrays, config, span, n_complete)
+    return counts
 
 
 def _fill_keys(arrays: Arrays, config: IndexerConfig, span: Span) -> dict[str, int]:
@@ -144,48 +146,57 @@ def _fill_keys(arrays: Arrays, config: IndexerConfig, span: Span) -> dict[str, i
     tokens. Then it is pooled from what is there: no query sees it before it is complete, and then it
     is pooled again.
     """
-    n_raw, n_past, n_tokens = config.n_raw, span.n_past, span.n_tokens
-    n_kept, n_new = min(n_tokens, n_raw), config.n_new(n_tokens)
-    end = n_past + n_tokens
-    arrays["index.raw_rows"][:n_kept] = span.slot * n_raw + np.arange(end - n_kept, end) % n_raw
+    n_raw, ratio, n_past, n_tokens = config.n_raw, config.ratio, span.n_past, span.n_tokens
+    n_kept, n_new, end = min(n_tokens, n_raw), config.n_new(n_tokens), n_past + n_tokens
+    own = span.slot * n_raw
+    arrays["index.raw_rows"][:n_kept] = [own + rank % n_raw for rank in range(end - n_kept, end)]
 
-    groups = n_past // config.ratio + np.arange(n_new)
-    assert groups[-1] < span.n_ctx // config.ratio
-    ranks = np.arange(groups[0] * config.ratio, (groups[-1] + 1) * config.ratio)
-    fresh = n_raw + np.minimum(ranks - n_past, n_tokens - 1)
-    arrays["index.members"][: len(ranks)] = np.where(ranks < n_past, ranks % n_raw, fresh)
-    arrays["index.groups"][:n_new] = span.slot * (span.n_ctx // config.ratio) + groups
-    arrays["index.positions"][:n_new] = span.first_position + groups * config.ratio
+    first = n_past // ratio
+    start, stop = first * ratio, (first + n_new) * ratio  # the members' ranks in the sequence
+    assert stop <= span.n_ctx
+    stored, fresh = range(start, n_past), range(n_raw, n_raw + min(stop, end) - n_past)
+    lacking = [n_raw] * (stop - end)
+    arrays["index.members"][: stop - start] = [*(rank % n_raw for rank in stored), *fresh, *lacking]
+    own = span.slot * (span.n_ctx // ratio) + first
+    arrays["index.groups"][:n_new] = range(own, own + n_new)
+    arrays["index.positions"][:n_new] = range(span.first_position + start, span.first_position + stop, ratio)
     return {
         "index.raw_rows": n_kept,
-        "index.members": len(ranks),
+        "index.members": stop - start,
         "index.groups": n_new,
         "index.positions": n_new,
     }
 
 
-def _fill_mask(flat: npt.NDArray[Any], n_complete: npt.NDArray[np.int64], n_pool: int) -> int:
+def _fill_mask(flat: npt.NDArray[Any], n_complete: list[int], n_pool: int) -> int:
     """Row i sees the first `n_complete[i]` groups."""
     n_tokens, low, high = len(n_complete), n_complete[0], n_complete[-1]
     mask = flat[: n_tokens * n_pool].reshape(n_tokens, n_pool)
     mask[:, :low] = 0
-    mask[:, low:high] = np.where(np.arange(low, high) < n_complete[:, None], 0, -np.inf)
     mask[:, high:] = -np.inf
+    if high > low:
+        sees = np.arange(low, high) < np.array(n_complete)[:, None]
+        mask[:, low:high] = np.where(sees, 0, -np.inf)
     return n_tokens * n_pool
 
 
 def _fill_gathered(
-    arrays: Arrays, config: IndexerConfig, span: Span, n_complete: npt.NDArray[np.int64]
+    arrays: Arrays, config: IndexerConfig, span: Span, n_complete: list[int]
 ) -> dict[str, int]:
     """The tail's group of each row, and which gathered cache rows it sees: chosen groups, then its tail."""
-    n_tokens, ratio = span.n_tokens, config.ratio
-    tails = arrays["index.tails"][: n_tokens * config.n_tail].reshape(n_tokens, config.n_tail)
-    tails[:, 0] = np.minimum(n_complete, span.n_kv // ratio - 1)  # the slot may end with an empty tail
-    tails[:, 1:] = 0
-    mask = arrays["index.gathered_mask"][: n_tokens * config.n_gathered * ratio].reshape(n_tokens, -1)
-    mask[:, : config.budget] = 0
-    mask[:, config.budget :] = -np.inf
-    n_visible = np.arange(span.n_past + 1, span.n_past + n_tokens + 1)
-    sees = np.arange(ratio) < (n_visible - n_complete * ratio)[:, None]
-    mask[:, config.budget : config.budget + ratio] = np.where(sees, 0, -np.inf)
-    return {"index.tails": tails.size, "index.gathered_mask": mask.size}
+    n_tokens, n_tail, n, budget = (
+        span.n_tokens,
+        config.n_tail,
+        config.n_gathered * config.ratio,
+        config.budget,
+    )
+    tails = arrays["index.tails"][: n_tokens * n_tail].reshape(n_tokens, n_tail)
+    mask = arrays["index.gathered_mask"][: n_tokens * n].reshape(n_tokens, n)
+    tails[:] = 0
+    mask[:, :budget] = 0
+    mask[:, budget:] = -np.inf
+    last = span.n_kv // config.ratio - 1
+    for i, group in enumerate(n_complete):
+        tails[i, 0] = min(group, last)  # a full cache has an empty tail behind its last group
+        mask[i, budget : budget + span.n_past + i + 1 - group * config.ratio] = 0
+    return {"index.tails": n_tokens * n_tail, "index.gathered_mask": n_tokens * n}

@@ -23,10 +23,8 @@ import numpy.typing as npt
 from pyggml_dflash.ggml.element import ElementType
 
 MAX_TAKEN_BACK: Final = 64  # rows of one forward that may be taken back; more need a larger ring
-# Budgets in the cache from which copies of the chosen rows cost less than a mask over all of them. Measured
-# on two CPU cores: one layer of the published sizes, F16 cache of 4096, 16384 and 32768 rows, milliseconds.
-# One row: 15, 27 and 39 masked, 27, 32 and 39 gathered. 64 rows: 360, 1040 and 3040 masked, 930, 940 and 1280
-# gathered.
+# Budgets in the cache from which copies of the chosen rows cost less than a mask over all of them, on a CPU
+# (docs/measurements/sparse-attention-cpu.md).
 GATHER_FROM: Final = 8
 MAX_GATHERED: Final = 512  # rows of a forward that gathers on a host device
 MAX_GATHERED_GPU: Final = 8  # elsewhere: a product over the whole cache is cheaper than copies of many rows

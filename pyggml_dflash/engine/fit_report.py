@@ -132,6 +132,7 @@ def _flags(options: EngineOptions, plan: ChunkPlan, spec: str) -> tuple[str, ...
         ("--cache-type-v", None if options.cache_type_v == "f16" else options.cache_type_v),
         ("--device", options.device),
         ("--draft", options.draft),
+        ("--draft-causal", None if options.draft_causal == "auto" else options.draft_causal),
         ("--spec", "mtp" if spec == "mtp" else None),
         ("--spec-width", options.spec_width),
         ("--slots", options.slots if options.slots > 1 else None),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyggml_dflash import EngineOptions, fit_report
 from pyggml_dflash.arch import architecture_of
 from pyggml_dflash.arch.dflash_config import draft_tensors, read_draft, read_draft_config
 from pyggml_dflash.arch.draft_forms import open_draft
@@ -432,3 +433,13 @@ def test_several_files_are_one_draft(tmp_path: Path) -> None:
     with open_draft(path) as file, open_draft(draft_file("dflash-tiny", tmp_path)) as plain:
         for name in plain.tensors:
             np.testing.assert_array_equal(numbers(file, name), numbers(plain, name), err_msg=name)
+
+
+def test_a_fit_counts_a_folder_and_names_how_to_read_it(folder: Path, tmp_path: Path) -> None:
+    path = publish("dflash-swa-default-tiny", tmp_path)
+    options = EngineOptions(
+        model=model_file("qwen35-tiny", "F32", folder), draft=path, draft_causal="none", device="CPU"
+    )
+    flags = fit_report(options).flags
+    assert flags[flags.index("--draft") + 1] == str(path)
+    assert flags[flags.index("--draft-causal") + 1] == "none"

@@ -299,7 +299,7 @@ def test_drafts_that_are_no_numbers_are_no_drafts(
         pair = Pair(plain, stack.enter_context(loaded_model(model, spec_width=4, **options)))
         pair.compare(max_tokens=N, logprobs=0)
         pair.compare(max_tokens=N, sampling={"temperature": 0.9, "seed": 1})
-        result = run(pair.drafting, PROMPT, max_tokens=N, sampling={"temperature": 0.9})
+        result = run(pair.drafting, PROMPT, max_tokens=N, ignore_eos=True, sampling={"temperature": 0.9})
         assert len(result.tokens) == N
         assert result.speculation is not None
         assert (result.speculation.drafted, result.speculation.plain_steps) == (0, N - 1)

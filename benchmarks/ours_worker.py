@@ -38,6 +38,7 @@ class Ours:
             max_ctx=command["n_ctx"],
             chunk=command["chunk"],
             device=command["device"],
+            spec="off",  # the peer decodes plainly too
             threads=command["threads"],
             cache_type_k=command["kv"],
             cache_type_v=command["kv"],

@@ -21,13 +21,13 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.engine.convert import ConvertedDraft, convert_draft
 from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
 from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
 from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
 from pyggml_dflash.engine.loop import EngineThread, RequestHandle
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
+from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
 from pyggml_dflash.options import (
@@ -204,7 +204,7 @@ class Engine:
         draft: str | Path | None = None,
         draft_causal: DraftCausal = "auto",
         spec: Spec = "auto",
-        spec_width: int | None = None,
+        spec_width: int | Auto = "auto",
         mtp_convention: MtpConvention = "all-streams",
         trim_interval: int | Auto | None = None,
         nfc: bool = True,
@@ -253,14 +253,19 @@ class Engine:
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
         logprobs: int | None = None,
+        spec: Spec | None = None,
+        spec_width: int | Auto | None = None,
         ignore_eos: bool = False,
         progress: ProgressCallback | None = None,
     ) -> TextStream:
         """Continue a text or token ids, piece by piece.
 
-        Raises `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
+        `spec` and `spec_width` change how tokens are drafted, within what the engine was opened with. Raises
+        `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
         """
-        request = self._request(prompt, max_tokens, sampling, stop, logprobs, ignore_eos=ignore_eos)
+        request = self._request(
+            prompt, max_tokens, sampling, stop, logprobs, (spec, spec_width), ignore_eos=ignore_eos
+        )
         return TextStream(self._thread.submit(request, progress), self)
 
     def generate(
@@ -271,6 +276,8 @@ class Engine:
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
         logprobs: int | None = None,
+        spec: Spec | None = None,
+        spec_width: int | Auto | None = None,
         ignore_eos: bool = False,
         progress: ProgressCallback | None = None,
     ) -> GenerationResult:
@@ -281,6 +288,8 @@ class Engine:
             sampling=sampling,
             stop=stop,
             logprobs=logprobs,
+            spec=spec,
+            spec_width=spec_width,
             ignore_eos=ignore_eos,
             progress=progress,
         ) as stream:
@@ -294,11 +303,14 @@ class Engine:
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
         logprobs: int | None = None,
+        spec: Spec | None = None,
+        spec_width: int | Auto | None = None,
         ignore_eos: bool = False,
     ) -> AsyncIterator[TextPiece]:
         """`stream` for asyncio: the event loop stays free; leaving the loop early cancels."""
         prepare = partial(self._request, ignore_eos=ignore_eos)
-        request = await asyncio.to_thread(prepare, prompt, max_tokens, sampling, stop, logprobs)
+        drafting = spec, spec_width
+        request = await asyncio.to_thread(prepare, prompt, max_tokens, sampling, stop, logprobs, drafting)
         handle = self._thread.submit(request, None, loop=asyncio.get_running_loop())
         try:
             while (piece := await handle.next_piece_async()) is not None:
@@ -330,6 +342,8 @@ class Engine:
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
         logprobs: int | None = None,
+        spec: Spec | None = None,
+        spec_width: int | Auto | None = None,
         progress: ProgressCallback | None = None,
     ) -> TextStream:
         """Answer a conversation, piece by piece.
@@ -338,7 +352,9 @@ class Engine:
         """
         prompt = self.render_chat(messages, tools=tools, reasoning=reasoning)
         tokens = self.tokenize(prompt, add_special=False)
-        request = self._request(tokens, max_tokens, sampling, stop, logprobs, continues_text=False)
+        request = self._request(
+            tokens, max_tokens, sampling, stop, logprobs, (spec, spec_width), continues_text=False
+        )
         return TextStream(self._thread.submit(request, progress), self)
 
     def chat(
@@ -351,6 +367,8 @@ class Engine:
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
         logprobs: int | None = None,
+        spec: Spec | None = None,
+        spec_width: int | Auto | None = None,
     ) -> GenerationResult:
         """Answer a conversation of `{"role": ..., "content": ...}` messages."""
         with self.stream_chat(
@@ -361,6 +379,8 @@ class Engine:
             sampling=sampling,
             stop=stop,
             logprobs=logprobs,
+            spec=spec,
+            spec_width=spec_width,
         ) as stream:
             return stream.result
 
@@ -420,6 +440,7 @@ class Engine:
         sampling: SamplingOptions | None,
         stop: Sequence[str],
         logprobs: int | None,
+        drafting: tuple[Spec | None, int | Auto | None],
         *,
         ignore_eos: bool = False,
         continues_text: bool = True,
@@ -433,10 +454,12 @@ class Engine:
             sampling=SamplingOptions() if sampling is None else sampling,
             stop=tuple(stop),
             logprobs=logprobs,
+            spec=drafting[0],
+            spec_width=drafting[1],
             ignore_eos=ignore_eos,
             continues_text=continues_text,
         )
-        self._loaded.check_length(request)
+        self._loaded.check(request)
         return request
 
     def _check_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:

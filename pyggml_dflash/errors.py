@@ -79,15 +79,20 @@ class ContextFitError(DflashError):
         missing: int,
         device: str,
         smaller_types: Mapping[str, int] | None = None,
+        drafting: bool = False,
     ) -> None:
-        """`fits`: the largest context that fits, 0 for none; `smaller_types`: by type of keys and values."""
+        """`fits`: the largest context that fits, 0 for none; `smaller_types`: by type of keys and values;
+        `drafting`: a drafter was counted too."""
         self.asked, self.fits, self.missing, self.device = asked, fits, missing, device
         self.smaller_types = dict(smaller_types or {})
         would = f"--max-ctx {fits} would fit" if fits else "no context would fit beside the weights"
         if self.smaller_types:
             listed = ", ".join(f"{n} with {name}" for name, n in self.smaller_types.items())
             would += f"; with a smaller type of keys and values: {listed}"
-        super().__init__(f"context {asked} needs {human_bytes(missing)} more than {device} has free; {would}")
+        what = f"context {asked}"
+        if drafting:
+            what, would = f"{what} with drafting", f"{would}; --spec off needs less"
+        super().__init__(f"{what} needs {human_bytes(missing)} more than {device} has free; {would}")
 
 
 class ContextOverflowError(DflashError):

@@ -31,6 +31,7 @@ TRIM_VARIABLE: Final = "DFLASH_PREFILL_POOL_TRIM_TOKENS"
 MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_BIAS: Final = sys.float_info.max
+MAX_WIDTH: Final = 16  # rows of a verify forward
 
 
 def refusal(name: str, value: object, wanted: str) -> UsageError:
@@ -69,6 +70,12 @@ def check_flag(name: str, value: object) -> None:
     """Refuse what is neither True nor False."""
     if not isinstance(value, bool):
         raise refusal(name, value, "it must be True or False")
+
+
+def check_spec_width(value: object) -> None:
+    """Refuse what is neither 'auto' nor a number of rows that a verify forward may have."""
+    if not isinstance(value, str) or value != "auto":
+        check_int("spec_width", value, 2, MAX_WIDTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +147,8 @@ class EngineOptions:
     repack: Switch = "auto"  # weights in ggml's repacked CPU layouts
     draft: Path | None = None  # made for the model: GGUF file, published folder, or its MTP block as a file
     draft_causal: DraftCausal = "auto"  # layers of a DFlash draft whose rows see no later ones
-    spec: Spec = "auto"  # speculative decoding; auto: with the draft, if there is one
-    spec_width: int | None = None  # rows of a verify forward; None: what measured cost and acceptance say
+    spec: Spec = "auto"  # the drafter; auto: the draft given or shipped with the model, else its MTP block
+    spec_width: int | Auto = "auto"  # rows of a verify forward; auto: what measured cost and acceptance say
     mtp_convention: MtpConvention = "all-streams"  # for qwen4exp; changes acceptance, never the text
     trim_interval: int | Auto | None = None  # prompt tokens between two pool trims; None: the environment's
     nfc: bool = True  # Unicode NFC before tokenizing where the model was trained so; False: as llama.cpp
@@ -196,10 +203,9 @@ class EngineOptions:
         check_choice("draft_causal", self.draft_causal, get_args(DraftCausal))
         if self.draft is not None and not isinstance(self.draft, Path):
             raise refusal("draft", self.draft, "it must be a pathlib.Path or None")
-        if self.spec == "dflash" and self.draft is None:
+        if self.spec == "dflash" and self.draft is None and self.model is not None:
             raise refusal("spec", self.spec, "it needs a draft")
-        if self.spec_width is not None:
-            check_int("spec_width", self.spec_width, 2, 16)
+        check_spec_width(self.spec_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

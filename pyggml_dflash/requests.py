@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal, get_args
 
-from pyggml_dflash.options import SamplingOptions, check_flag, check_int, refusal
+from pyggml_dflash.options import (
+    Auto,
+    SamplingOptions,
+    Spec,
+    check_choice,
+    check_flag,
+    check_int,
+    check_spec_width,
+    refusal,
+)
+
+SWITCHED_OFF: Final = "speculation is switched off"
+NOTHING_TO_DRAFT_WITH: Final = "no draft was given and the file has no MTP block"
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -21,6 +33,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()  # the answer ends before the earliest of these
     logprobs: int | None = None  # alternatives reported per token, 0 for the chosen one only
     ignore_eos: bool = False
+    spec: Spec | None = None  # what drafts tokens, as the engine can; None: as it was opened
+    spec_width: int | Auto | None = None  # rows of a verify forward; None: as the engine was opened
     continues_text: bool = True  # the answer goes on where the prompt's text stops; False: a turn of its own
 
     def __post_init__(self) -> None:
@@ -41,6 +55,10 @@ class GenerationRequest:
             check_int("logprobs", self.logprobs, 0, 100)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("continues_text", self.continues_text)
+        if self.spec is not None:
+            check_choice("spec", self.spec, get_args(Spec))
+        if self.spec_width is not None:
+            check_spec_width(self.spec_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +110,13 @@ class SpeculationStats:
     drafted: int
     accepted: int
     accept_rates: tuple[float, ...]  # per depth: of the drafts verified there, the part that held
+    steps_by_width: dict[int, int]  # verify steps by their rows
     gave_up: int  # times drafting was put aside for a burst of plain steps, since it did not pay
-    draft_s: float
+    step_costs: dict[int, float]  # plain steps that a step takes, by its rows, as the engine measured them
+    draft_s: float  # proposing, and taking in what the target recorded
     verify_s: float
-    rollback_s: float
+    rollback_s: float  # choosing tokens, and bringing the state to them
+    plain_s: float
     # Places in the answer of greedy choices so close that plain decoding, which rounds otherwise, may differ.
     near_ties: tuple[int, ...] = ()
 
@@ -118,6 +139,7 @@ class GenerationResult:
     stop: str | None = None  # the stop string that ended the answer
     logprobs: tuple[TokenLogprob, ...] = ()
     speculation: SpeculationStats | None = None  # None: decoded plainly
+    plain_reason: str | None = None  # why steps were plain: nothing drafts, or it does not pay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,8 @@ def test_defaults_are_accepted_and_greedy() -> None:
         (EngineOptions, "cache_type_v", ["f32", "f16", "bf16", "q8_0", "q4_0"], ["q5_0", "F16", None]),
         (EngineOptions, "flash_attn", ["auto", "on", "off"], [True, "yes", None]),
         (EngineOptions, "repack", ["auto", "on", "off"], [True, "yes", None]),
+        (EngineOptions, "spec", ["auto", "off", "dflash", "mtp"], ["on", True, None]),
+        (EngineOptions, "spec_width", ["auto", 2, 16], [1, 17, "4", None]),
         (EngineOptions, "nfc", [True, False], [1, "no", None]),
         (EngineOptions, "draft", [None, Path("x")], ["x", b"x"]),
         (EngineOptions, "draft_causal", ["auto", "none", "swa", "all"], [None, False, "SWA", "full"]),
@@ -89,6 +91,8 @@ def test_defaults_are_accepted_and_greedy() -> None:
         (GenerationRequest, "stop", [(), ("a", "\n")], ["a", ["a"], ("",), (b"a",), None]),
         (GenerationRequest, "logprobs", [None, 0, 100], [-1, 101, True]),
         (GenerationRequest, "sampling", [SamplingOptions(seed=1)], [None, {}]),
+        (GenerationRequest, "spec", [None, "auto", "off", "dflash", "mtp"], ["on", True]),
+        (GenerationRequest, "spec_width", [None, "auto", 2, 16], [1, 17, "4", True]),
         (GenerationRequest, "ignore_eos", [True, False], [1, None]),
     ],
 )

@@ -25,7 +25,8 @@ def open_engine(options: EngineOptions, bars: ProgressBars, *, quiet: bool = Fal
     with Engine(options, progress=bars) as engine:
         bars.close()
         if options.model is None and not quiet:
-            say(f"no MODEL given: using the small model that ships with the package ({engine.info.name})")
+            name = engine.info.name + (" and its draft" if engine.info.draft and not options.draft else "")
+            say(f"no MODEL given: using the small model that ships with the package ({name})")
         if options.device is None:
             warn_of_cpu(engine.info.device)
         yield engine

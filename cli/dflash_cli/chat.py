@@ -8,17 +8,17 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
 import click
 
 from dflash_cli.answer import consume, open_engine
+from dflash_cli.chat_spec import ChatDrafting
 from dflash_cli.conversation import Conversation, load_conversation
 from dflash_cli.flags import AnswerOptions, answer_options, engine_options, sampling_options
-from dflash_cli.ui import ProgressBars, open_stdout, say, timings_line
-from pyggml_dflash.api import Engine
+from dflash_cli.ui import ProgressBars, drafting_lines, open_stdout, say, timings_line
 from pyggml_dflash.errors import DflashError, EngineClosed, UsageError
 from pyggml_dflash.options import EngineOptions, SamplingOptions
 from pyggml_dflash.requests import GenerationResult
@@ -31,6 +31,7 @@ HELP: Final = {
     "/stats": "tokens and rates of the last answer, and the context in use",
     "/save FILE": "write the conversation as JSON",
     "/load FILE": "go on with a conversation that was saved",
+    "/spec [HOW] [ROWS]": "draft by auto, off, dflash or mtp, and ROWS or auto per step; alone, show it",
     "/system TEXT": "set the system message; without TEXT, show it",
     "/help": "show this",
     "/bye": "leave, as does Ctrl-D",
@@ -50,12 +51,17 @@ def chat(answer: AnswerOptions, sampling: SamplingOptions, engine: EngineOptions
     """
     answer.check()
     open_stdout()
-    with ProgressBars(quiet=quiet) as bars, open_engine(engine, bars, quiet=quiet) as opened:
+    with ProgressBars(quiet=quiet) as bars, ExitStack() as engines:
+        opened = engines.enter_context(open_engine(engine, bars, quiet=quiet))
         opened.render_chat([{"role": "user", "content": "-"}], reasoning=answer.reasoning)  # refuses at once
         if not quiet:
             info = opened.info
-            say(f"{info.name} on {info.device}, context {info.n_ctx} tokens; /help lists the commands")
-        session = Session(opened, answer, sampling, bars)
+            name = info.name if info.spec == "off" else f"{info.name} with {info.spec}"
+            say(f"{name} on {info.device}, context {info.n_ctx} tokens; /help lists the commands")
+        drafting = ChatDrafting(
+            opened, engine, lambda options: engines.enter_context(open_engine(options, bars, quiet=True))
+        )
+        session = Session(drafting, answer, sampling, bars)
         for line in read_lines():
             if not session.handle(line):
                 break
@@ -89,9 +95,9 @@ class Session:
     """One conversation with one engine, and what its lines do."""
 
     def __init__(
-        self, engine: Engine, answer: AnswerOptions, sampling: SamplingOptions, bars: ProgressBars
+        self, drafting: ChatDrafting, answer: AnswerOptions, sampling: SamplingOptions, bars: ProgressBars
     ) -> None:
-        self._engine, self._answer, self._sampling, self._bars = engine, answer, sampling, bars
+        self._drafting, self._answer, self._sampling, self._bars = drafting, answer, sampling, bars
         self._conversation = Conversation(system=answer.system)
         self._last: GenerationResult | None = None
         self._commands: dict[str, Callable[[str], None]] = {
@@ -100,6 +106,7 @@ class Session:
             "/stats": self._stats,
             "/save": self._save,
             "/load": self._load,
+            "/spec": self._drafting.set,
             "/system": self._system,
             "/help": self._help,
         }
@@ -138,12 +145,14 @@ class Session:
     def _reply(self) -> None:
         """Answer the last message; an answer that is stopped stays as far as it came."""
         answer = self._answer
-        stream = self._engine.stream_chat(
+        stream = self._drafting.engine.stream_chat(
             self._conversation.messages,
             reasoning=answer.reasoning,
             max_tokens=answer.max_tokens,
             sampling=self._sampling,
             stop=answer.stop,
+            spec=self._drafting.spec,
+            spec_width=self._drafting.width,
             progress=self._bars,
         )
         self._last = consume(stream, self._bars, last=PRESSES_TO_LEAVE)
@@ -167,7 +176,7 @@ class Session:
         say("the conversation is empty")
 
     def _stats(self, argument: str) -> None:
-        n_turns, n_ctx = len(self._conversation.turns), self._engine.info.n_ctx
+        n_turns, n_ctx = len(self._conversation.turns), self._drafting.engine.info.n_ctx
         if self._last is None:
             say(f"{n_turns} messages; no answer yet; context of {n_ctx} tokens")
             return
@@ -175,6 +184,9 @@ class Session:
         used = usage.prompt_tokens + usage.completion_tokens
         say(f"{n_turns} messages; {used} of {n_ctx} tokens of context used by the last answer")
         say(timings_line(self._last))
+        if self._last.speculation is not None:
+            for line in drafting_lines(self._last.speculation):
+                say(line)
 
     def _save(self, argument: str) -> None:
         path = _path("/save", argument)
@@ -194,7 +206,7 @@ class Session:
 
     def _help(self, argument: str) -> None:
         for usage, meaning in HELP.items():
-            click.echo(f"  {usage:14}{meaning}", err=True)
+            click.echo(f"  {usage:20}{meaning}", err=True)
 
 
 def _path(command: str, argument: str) -> Path:

@@ -25,6 +25,7 @@ from dflash_cli.params import (
     Text,
     TokenBias,
     TrimInterval,
+    WidthOrAuto,
 )
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import (
@@ -144,7 +145,8 @@ _ENGINE: Final = (
     click.option(
         "--draft",
         type=DraftPath(),
-        help="Draft made for the model: GGUF file or published folder, or a file with its MTP block.",
+        help="Draft made for the model: GGUF file or published folder, or a file with its MTP block."
+        "  [default: that of the shipped model]",
     ),
     click.option(
         "--draft-causal",
@@ -159,12 +161,14 @@ _ENGINE: Final = (
         type=click.Choice(get_args(Spec)),
         default="auto",
         show_default=True,
-        help="Speculative decoding: with the draft ('auto' if there is one) or the model's MTP block.",
+        help="What drafts tokens: a draft, the model's MTP block or nothing; 'auto': the first there is.",
     ),
     click.option(
         "--spec-width",
-        type=int,
-        help="Rows of every verify forward.  [default: what measured cost and acceptance say]",
+        type=WidthOrAuto(),
+        default="auto",
+        show_default=True,
+        help="Rows of every verify forward, or 'auto' for what measured cost and acceptance say.",
     ),
     click.option(
         "--mtp-convention",
@@ -235,7 +239,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         draft: Path | None,
         draft_causal: DraftCausal,
         spec: Spec,
-        spec_width: int | None,
+        spec_width: int | Auto,
         mtp_convention: MtpConvention,
         trim_interval: int | Auto | None,
         nfc: bool,

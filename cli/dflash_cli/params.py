@@ -109,6 +109,22 @@ class ChunkSize(Param):
         return int(value)
 
 
+class WidthOrAuto(Param):
+    """Rows of a verify forward, or 'auto'."""
+
+    name = "rows"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
+        """A number, or 'auto' as it is."""
+        if isinstance(value, int):
+            return value
+        if value == "auto":
+            return "auto"
+        if not re.fullmatch(r"[0-9]{1,10}", value):
+            self.fail(f"{value!r} is no number of rows; pass one as in 4, or 'auto'.")
+        return int(value)
+
+
 class ModelFile(Param):
     """A file that exists; another path is a `ModelFileError`, so that it exits 3."""
 

@@ -10,7 +10,7 @@ from dflash_cli.answer import consume, open_engine
 from dflash_cli.flags import JSON, AnswerOptions, answer_options, engine_options, sampling_options
 from dflash_cli.main import INTERRUPTED
 from dflash_cli.prompt import Prompt, PromptSource, prompt_options
-from dflash_cli.ui import ProgressBars, open_stdout, print_json, say, timings_line
+from dflash_cli.ui import ProgressBars, open_stdout, plain, print_json, say, timings_line
 from pyggml_dflash.api import Engine, TextStream
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import EngineOptions, SamplingOptions
@@ -133,10 +133,18 @@ def report(engine: Engine, result: GenerationResult) -> dict[str, Any]:
         "threads": info.threads,
         "n_ctx": info.n_ctx,
         "chunk": info.chunk,
+        "spec": info.spec,
         "draft": info.draft,
-        "speculation": result.speculation,
+        "speculation": speculation(result),
+        "plain_reason": result.plain_reason,
         "logprobs": [describe(engine, token) for token in result.logprobs],
     }
+
+
+def speculation(result: GenerationResult) -> dict[str, Any] | None:
+    """What drafting did, with the figure that everybody asks for; None if nothing drafts."""
+    spec = result.speculation
+    return None if spec is None else {"acceptance_length": spec.acceptance_length, **plain(spec)}
 
 
 def describe(engine: Engine, token: TokenLogprob) -> dict[str, Any]:

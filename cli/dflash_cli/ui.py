@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_cli.streams import printable
-from pyggml_dflash.requests import GenerationResult, Progress, SpeculationStats
+from pyggml_dflash.requests import (
+    NOTHING_TO_DRAFT_WITH,
+    SWITCHED_OFF,
+    GenerationResult,
+    Progress,
+    SpeculationStats,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -54,20 +60,40 @@ def timings_line(result: GenerationResult) -> str:
     """Tokens and rates of an answer; its first token comes out of the prefill, so decode made one less."""
     usage, timings = result.usage, result.timings
     read, decoded = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens - 1
-    spec = result.speculation
-    drafts = "" if spec is None or not spec.verify_steps else f"; {drafted(spec)}"
+    drafts = drafted(result)
     return (
         f"prompt {usage.prompt_tokens} tokens, {rate(read, timings.prefill_s)}; "
         f"generated {usage.completion_tokens} tokens, {rate(decoded, timings.decode_s)}; "
-        f"finish: {result.finish_reason}{drafts}"
+        f"{drafts + '; ' if drafts else ''}finish: {result.finish_reason}"
     )
 
 
-def drafted(spec: SpeculationStats) -> str:
-    """How far drafts carried: tokens per verify step, and plain steps where drafting did not pay."""
-    plain = f", {spec.plain_steps} plain steps" if spec.plain_steps else ""
-    aside = f", put aside {spec.gave_up} times" if spec.gave_up else ""
-    return f"{spec.drafter} {spec.acceptance_length:.2f} tokens in {spec.verify_steps} steps{plain}{aside}"
+def drafted(result: GenerationResult) -> str:
+    """How far drafts carried, and why there were none or fewer than could be; '' if nothing needs saying."""
+    spec, reason = result.speculation, result.plain_reason
+    if spec is None:
+        return "" if reason in (None, SWITCHED_OFF, NOTHING_TO_DRAFT_WITH) else f"no drafts, since {reason}"
+    parts = []
+    if spec.verify_steps:
+        parts.append(f"{spec.acceptance_length:.2f} tokens in each of {spec.verify_steps} verify steps")
+    if spec.plain_steps:
+        parts.append(f"{spec.plain_steps} plain steps" + (f" since {reason}" if reason else ""))
+    if spec.gave_up > 1:
+        parts.append(f"put aside {spec.gave_up} times")
+    return f"{spec.drafter} {', '.join(parts)}" if parts else ""
+
+
+def drafting_lines(spec: SpeculationStats) -> list[str]:
+    """How drafts did by position, and where the time went."""
+    lines = []
+    if spec.verify_steps:
+        rates = " ".join(f"{100 * rate:.0f}%" for rate in spec.accept_rates)
+        lines.append(f"{spec.accepted} of {spec.drafted} drafts accepted; by position {rates}")
+        rows = ", ".join(f"{n} of {width} rows" for width, n in spec.steps_by_width.items())
+        lines.append(f"verify steps: {rows}")
+    times = (("draft", spec.draft_s), ("verify", spec.verify_s), ("rollback", spec.rollback_s))
+    shown = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in (*times, ("plain steps", spec.plain_s)))
+    return [*lines, f"time: {shown}"]
 
 
 def print_json(value: Any) -> None:

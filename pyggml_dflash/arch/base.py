@@ -95,7 +95,8 @@ class Capture:
 class Step:
     """The inputs of one forward as tensors, and where it stands.
 
-    positions I32 [n_tokens], rows I64 [n_tokens] (cache rows to write), mask F16 [n_kv, n_tokens];
+    positions I32 [n_tokens], rows I64 [n_tokens] (cache rows to write), mask F16 [n_kv, n_tokens], log I64
+    [n_tokens] (rows of the record that captures write, None where nothing is captured);
     `tokens` I32 [n_tokens], or `embeddings` F32 [n_embd, n_tokens] where the table is elsewhere.
     """
 
@@ -110,6 +111,7 @@ class Step:
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # the architecture's own inputs, flat
     record: Record | None = None  # where verify forwards and captures write
     capture: Capture | None = None  # what the key's `capture` asks for
+    log: Tensor | None = None
 
     def show(self, name: str, x: Tensor) -> None:
         """Offer `x` to whoever looks inside."""
@@ -121,18 +123,20 @@ class Step:
         if self.capture is None or layer not in self.capture.layers:
             return
         assert self.record is not None
+        assert self.log is not None
         target, width = self.record["features"], x.shape[0]
         row, offset = target.strides[1], 4 * width * self.capture.layers.index(layer)
-        g.expand(g.copy(x, g.view(target, (width, x.shape[1]), (row,), offset)))
+        g.expand(g.set_rows(g.view(target, (width, target.shape[1]), (row,), offset), x, self.log))
 
     def capture_hidden(self, g: GraphBuilder, x: Tensor) -> None:
-        """Record x [n_embd, M], what the head reads, behind the row that was recorded last."""
+        """Record x [n_embd, M], what the head reads; row 0 is the one before the log's first."""
         if self.capture is None or not self.capture.hidden:
             return
         assert self.record is not None
+        assert self.log is not None
         target = self.record["hidden"]
-        row = target.strides[1]
-        g.expand(g.copy(x, g.view(target, (x.shape[0], x.shape[1]), (row,), row)))
+        width, n, row = target.shape[0], target.shape[1] - 1, target.strides[1]
+        g.expand(g.set_rows(g.view(target, (width, n), (row,), row), x, self.log))
 
     @property
     def needs_all_rows(self) -> bool:

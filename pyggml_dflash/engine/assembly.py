@@ -7,22 +7,17 @@ context, with a real ledger to run them and with a dry one to measure them.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pyggml_dflash.arch import architecture_of
 from pyggml_dflash.arch.base import Architecture, GraphKey, StateLayout
-from pyggml_dflash.engine.drafter_loader import (
-    SpeculationPlan,
-    choose_recording,
-    make_drafter,
-    plan_speculation,
-)
+from pyggml_dflash.engine.drafter_loader import SpeculationPlan, choose_recording, make_drafter
 from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.graph_cache import Relieve
 from pyggml_dflash.engine.graphs import Forwards, Model, Recording, build_forward
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
+from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
 from pyggml_dflash.errors import BackendError, UsageError
 from pyggml_dflash.ggml.device import Backend, choose_device, devices
 from pyggml_dflash.ggml.element import ElementType
@@ -34,7 +29,6 @@ from pyggml_dflash.model.weights import LoadedWeights, Placement, TensorSpec, ch
 from pyggml_dflash.options import EngineOptions, split_max_ctx
 from pyggml_dflash.state.slot import SlotTable
 
-DEFAULT_MODEL: Final = Path(__file__).resolve().parent.parent / "models" / "pico-q8_0.gguf"
 DEFAULT_MAX_CTX: Final = 8192
 DEFAULT_CHUNK: Final = 512
 # For one row ggml's fused attention on CPUs is slower than the plain one from about 200 cache rows on: a step
@@ -103,9 +97,22 @@ class Blueprint:
     backend: Backend
     host: Backend | None  # where embedding rows are gathered, if not on `backend`
     placements: tuple[Placement, ...]
-    speculation: SpeculationPlan | None
+    choice: SpecChoice  # of a drafter
     recording: Recording | None
     flash_attn: bool
+
+    @property
+    def speculation(self) -> SpeculationPlan | None:
+        """The drafter that will be made."""
+        return self.choice.plan
+
+    def without_drafter(self, reason: str) -> Blueprint:
+        """The same engine, decoding plainly, and why."""
+        assert self.speculation is not None
+        own = {spec.name for spec in self.architecture.tensors(self.config, self.file)}
+        more = {spec.name for spec in self.speculation.target_tensors} - own
+        placements = tuple(p for p in self.placements if p.name not in more)
+        return replace(self, choice=self.choice.without(reason), recording=None, placements=placements)
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -131,7 +138,7 @@ class ModelFile:
     architecture: Architecture
     config: ModelConfig
     specs: dict[str, TensorSpec]
-    speculation: SpeculationPlan | None
+    choice: SpecChoice
 
 
 def open_model(options: EngineOptions, stack: ExitStack) -> ModelFile:
@@ -140,15 +147,15 @@ def open_model(options: EngineOptions, stack: ExitStack) -> ModelFile:
     stack.callback(file.close)
     name, architecture = architecture_of(file)
     config = architecture.read_config(file, name)
-    plan = plan_speculation(options, file, config, stack)
-    more = () if plan is None else plan.target_tensors
+    choice = choose_speculation(options, file, config, stack)
+    more = () if choice.plan is None else choice.plan.target_tensors
     specs = check_tensors(file, [*architecture.tensors(config, file), *more])
-    return ModelFile(file=file, architecture=architecture, config=config, specs=specs, speculation=plan)
+    return ModelFile(file=file, architecture=architecture, config=config, specs=specs, choice=choice)
 
 
 def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Ledger) -> Blueprint:
     """Open devices and decide where everything goes; `stack` closes them. Allocates nothing."""
-    file, architecture, config, plan = model.file, model.architecture, model.config, model.speculation
+    file, architecture, config, plan = model.file, model.architecture, model.config, model.choice.plan
     if (
         options.max_ctx is not None
         and split_max_ctx(options.max_ctx)[0]
@@ -174,7 +181,7 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
         backend=backend,
         host=None if backend.is_host else _host_backend(stack, options.threads),
         placements=placements,
-        speculation=plan,
+        choice=model.choice,
         recording=None if plan is None else choose_recording(plan, architecture, config, backend, free),
         flash_attn=choose_flash_attn(options, file, architecture, config, backend, placements),
     )

@@ -14,11 +14,12 @@ from typing import Final
 import numpy as np
 
 from pyggml_dflash.arch.base import OutputKind
-from pyggml_dflash.engine.drafting import Drafter
+from pyggml_dflash.engine.drafting import Backlog, Drafter
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
 from pyggml_dflash.engine.sampling import Sampler, logprobs_of
 from pyggml_dflash.engine.speculate import Speculation
+from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.errors import Cancelled, ContextOverflowError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.requests import EngineStats, TokenLogprob
@@ -46,8 +47,11 @@ class EngineCore:
         drafter: Drafter | None = None,
         *,
         trims: PoolTrims,
+        control: VerifyWidth | None = None,
     ) -> None:
-        self._drafter, self.trims = drafter, trims
+        """`control` has what is known about cost and acceptance of the drafter's steps."""
+        self._drafter, self._control, self.trims = drafter, control, trims
+        self._backlog = None if drafter is None else Backlog(forwards, drafter)
         self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
         self._thread = threading.get_ident()
         self.n_ctx, self.chunk = n_ctx, forwards.chunk
@@ -58,20 +62,29 @@ class EngineCore:
         return self._slots.slots
 
     def prefill(
-        self, slot: Slot, tokens: Sequence[int], *, last: bool, ahead: Sequence[int] = ()
+        self,
+        slot: Slot,
+        tokens: Sequence[int],
+        *,
+        last: bool,
+        ahead: Sequence[int] = (),
+        drafting: bool = False,
     ) -> Logits | None:
         """Run one chunk of a prompt and commit it; logits of its last row if it is the `last` chunk.
 
-        `ahead`: the next chunk, for what the host can prepare while this one runs.
+        `ahead`: the next chunk, for what the host can prepare while this one runs. `drafting`: record what
+        the drafter reads, in every chunk of a prompt or in none.
         """
         self._check_thread()
-        drafter = self._drafter
-        if drafter is not None and slot.n_past == 0:
-            drafter.begin()
+        backlog = self._backlog if drafting else None
+        if backlog is not None:
+            if slot.n_past == 0:
+                backlog.begin()
+            backlog.make_room(len(tokens))
         output: OutputKind = "last" if last else "none"
-        logits = self._forwards.prefill(slot, tokens, output, capture=drafter is not None, ahead=ahead)
-        if drafter is not None:
-            drafter.observe(tokens, slot.n_past)
+        logits = self._forwards.prefill(slot, tokens, output, capture=backlog is not None, ahead=ahead)
+        if backlog is not None:
+            backlog.add(tokens, slot.n_past)
         slot.commit(len(tokens))
         if not last:
             self.trims.after_chunk(slot.n_past)
@@ -87,11 +100,19 @@ class EngineCore:
     def speculation(
         self, sampler: Sampler, width: int | None, ends: Set[int] = frozenset()
     ) -> Speculation | None:
-        """What continues a sequence with drafts, up to one of `ends`; None when the engine has no drafter."""
+        """What continues a sequence whose prompt was recorded, up to an end; None without a drafter."""
         self._check_thread()
         if self._drafter is None:
             return None
-        return Speculation(self._forwards, self._drafter, sampler, width=width, ends=ends)
+        return Speculation(
+            self._forwards,
+            self._drafter,
+            sampler,
+            width=width,
+            ends=ends,
+            backlog=self._backlog,
+            control=self._control,
+        )
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled = _never) -> Logits:
         """Teacher-forced logits F32 [n_tokens, n_vocab] in an idle slot; `Cancelled` when asked to stop."""

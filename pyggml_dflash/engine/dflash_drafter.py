@@ -98,7 +98,14 @@ class DFlashDrafter:
             arena.allocate(zero=True)
             self._inputs = InputArena(backend, ledger, "inputs", self._input_sizes())
             stack.callback(self._inputs.close)
-            self._cache = GraphCache(backend, ledger, "draft graphs", max_bytes=kept_bytes, relieve=relieve)
+            self._cache = GraphCache(
+                backend,
+                ledger,
+                "draft graphs",
+                max_bytes=kept_bytes,
+                relieve=relieve,
+                built=forwards.built,
+            )
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 

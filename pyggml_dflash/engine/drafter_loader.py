@@ -26,7 +26,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, check_tensors, place_weights
-from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.options import MAX_WIDTH, EngineOptions
 
 MTP_DRAFTS: Final = 3  # where acceptance stops paying for published heads; more by spec_width
 SNAPSHOT_PART: Final = 0.1  # of free memory that states after every row may take
@@ -96,11 +96,11 @@ def _plan_dflash(
             f"{own.path}: DFlash drafts read one residual stream; {config.architecture} has several"
         )
     draft = read_draft_config(own, config, options.draft_causal, n_tokens=n_tokens)
-    if options.spec_width is not None and options.spec_width > draft.block_size:
+    if options.spec_width != "auto" and options.spec_width > draft.block_size:
         raise UsageError(
             f"spec_width is {options.spec_width}; this draft was trained for blocks of {draft.block_size}"
         )
-    width = min(16, draft.block_size) if options.spec_width is None else options.spec_width
+    width = min(MAX_WIDTH, draft.block_size) if options.spec_width == "auto" else options.spec_width
     tensors = check_tensors(own, draft_tensors(draft, config.n_vocab))
     capture = Capture(layers=draft.target_layers)
     return SpeculationPlan(
@@ -112,7 +112,7 @@ def _plan_mtp(
     options: EngineOptions, file: GgufFile, own: TensorFile | None, config: ModelConfig
 ) -> SpeculationPlan:
     """The MTP block of the target's file, or of a file of its own."""
-    width = MTP_DRAFTS + 1 if options.spec_width is None else options.spec_width
+    width = MTP_DRAFTS + 1 if options.spec_width == "auto" else options.spec_width
     plan = SpeculationPlan(kind="mtp", max_width=width, capture=Capture(hidden=True))
     if own is not None:
         beside = read_side_block(own, config, len(file.get_strs("tokenizer.ggml.tokens")))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture
 from pyggml_dflash.engine.graph_cache import GraphNeeds
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.plan.measure import MemoryProbe
@@ -39,7 +40,7 @@ class Drafter(Protocol):
         """Forget the sequence before."""
 
     def observe(self, tokens: Sequence[int], n_past: int) -> None:
-        """Take in the first rows of the last target forward: `tokens` at positions from `n_past` on."""
+        """Take in the first rows of the target's record: `tokens` at positions from `n_past` on."""
 
     def propose(self, anchor: int, n_past: int, n_drafts: int, sampler: Sampler | None) -> Proposal:
         """Up to `n_drafts` tokens behind `anchor`, which stands at position `n_past`.
@@ -54,6 +55,48 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+class Backlog:
+    """Committed rows that wait in the target's record until the drafter takes them in.
+
+    Plain steps and prompts leave theirs here: taking in many at once is cheaper, and in an answer without
+    a draft it never has to happen.
+    """
+
+    def __init__(self, forwards: Forwards, drafter: Drafter) -> None:
+        self._forwards, self._drafter = forwards, drafter
+        self._tokens: list[int] = []
+        self._n_past = 0  # position of the first that waits
+
+    def begin(self) -> None:
+        """Forget the sequence before."""
+        self._clear()
+        self._drafter.begin()
+
+    def make_room(self, n: int) -> None:
+        """See to it that a forward can record `n` rows."""
+        if self._forwards.recorded + n > self._forwards.record_rows:
+            self.take()
+
+    def add(self, tokens: Sequence[int], n_past: int) -> None:
+        """The last forward's first rows are committed: `tokens` at positions from `n_past` on."""
+        if not self._tokens:
+            self._n_past = n_past
+        assert n_past == self._n_past + len(self._tokens), "a gap in what was recorded"
+        self._tokens += tokens
+        self._forwards.recorded += len(tokens)
+
+    def take(self) -> None:
+        """Show the drafter everything that waits."""
+        if self._tokens:
+            tokens = tuple(self._tokens)
+            self._clear()
+            self._drafter.observe(tokens, self._n_past)
+
+    def _clear(self) -> None:
+        self._tokens.clear()
+        self._forwards.recorded = 0
 
 
 def distribution(logits: npt.NDArray[Any], sampler: Sampler) -> npt.NDArray[np.float64] | None:

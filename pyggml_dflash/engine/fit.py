@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from pyggml_dflash.engine.assembly import Blueprint, KeptBytes, Settings, assemble, first_ctx, settle
-from pyggml_dflash.errors import ContextFitError, UsageError
+from pyggml_dflash.errors import ContextFitError, UnsupportedModelError, UsageError, human_bytes
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.options import KVType, Margin, split_max_ctx
@@ -163,6 +163,7 @@ class Planner:
             missing=miss.missing,
             device=miss.device,
             smaller_types=self._with_smaller_types(miss.n_ctx),
+            drafting=self.blueprint.speculation is not None,
         )
 
     def _largest_below(self, n_ctx: int) -> int:
@@ -185,6 +186,12 @@ class Planner:
                     found[name] = plan.n_ctx
         return found
 
+    def without_drafter(self, reason: str, stack: ExitStack) -> Planner:
+        """A planner of the same engine without its drafter, which `stack` closes."""
+        planner = Planner(self.blueprint.without_drafter(reason), self._ledger)
+        stack.callback(planner.close)
+        return planner
+
     def variant(self, cache_type: KVType, slots: int, stack: ExitStack) -> Planner | None:
         """A planner for other types of keys and values and a number of slots; None: they cannot be used."""
         if cache_type in ("q8_0", "q4_0") and not self.blueprint.flash_attn:
@@ -199,6 +206,27 @@ class Planner:
         planner = Planner(replace(self.blueprint, options=options), self._ledger)
         stack.callback(planner.close)
         return planner
+
+
+def find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Planner, ContextChoice]:
+    """A context, and the planner that chose it, which `stack` closes.
+
+    A drafter that nobody named is left out, with the reason, where nothing fits beside it.
+    """
+    planner = Planner(blueprint, ledger)
+    stack.callback(planner.close)
+    if not blueprint.choice.may_be_left_out:
+        return planner, planner.choose()
+    try:
+        choice = planner.choose()
+        miss = choice.smallest_miss
+        if choice.plan is not None or miss is None:
+            return planner, choice
+        reason = f"drafting would take {human_bytes(miss.missing)} more than {miss.device} has free"
+    except UnsupportedModelError as error:
+        reason = str(error)
+    plain = planner.without_drafter(reason, stack)
+    return plain, plain.choose()
 
 
 def mapped_bytes(labels: Mapping[str, int]) -> int:

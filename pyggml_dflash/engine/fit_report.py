@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from pyggml_dflash.engine.assembly import draw, first_ctx, open_model
-from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner
+from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner, find_fit
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.options import EngineOptions
@@ -64,9 +64,7 @@ def fit_report(options: EngineOptions) -> FitReport:
         ledger = Ledger(caps=options.device_cap)
         blueprint = draw(options, open_model(options, stack), stack, ledger)
         started = time.perf_counter()
-        planner = Planner(blueprint, ledger)
-        stack.callback(planner.close)
-        choice = planner.choose()
+        planner, choice = find_fit(blueprint, ledger, stack)
         plan = None if choice.plan is None else planner.with_chunk(choice.plan)
         alternatives = _alternatives(planner, choice)
         seconds = time.perf_counter() - started
@@ -134,7 +132,7 @@ def _flags(options: EngineOptions, plan: ChunkPlan, spec: str) -> tuple[str, ...
         ("--draft", options.draft),
         ("--draft-causal", None if options.draft_causal == "auto" else options.draft_causal),
         ("--spec", "mtp" if spec == "mtp" else None),
-        ("--spec-width", options.spec_width),
+        ("--spec-width", None if options.spec_width == "auto" else options.spec_width),
         ("--slots", options.slots if options.slots > 1 else None),
     )
     for flag, value in named:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-import numpy as np
-
 from pyggml_dflash.engine.graphs import Logits
 from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.engine.output import OutputAssembler
-from pyggml_dflash.engine.sampling import Sampler, logprobs_of
+from pyggml_dflash.engine.sampling import Sampler, best, logprobs_of
 from pyggml_dflash.engine.speculate import Speculation
-from pyggml_dflash.errors import BackendError
 from pyggml_dflash.model.tokenizer import TextDecoder
 from pyggml_dflash.requests import (
+    SWITCHED_OFF,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -25,14 +23,6 @@ from pyggml_dflash.requests import (
     TokenLogprob,
     Usage,
 )
-
-
-def best(logits: Logits) -> int:
-    """The best token, the lowest id among equals; NaN raises, since argmax would return it."""
-    token = int(np.argmax(logits))
-    if logits[token] != logits[token]:
-        raise BackendError(f"the model computed NaN for token {token}")
-    return token
 
 
 class Caller(Protocol):
@@ -63,7 +53,8 @@ class Generation:
         )
         room = self._core.n_ctx - len(request.tokens) + 1
         self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
-        self._spec_width = loaded.spec_width
+        self._drafts, self._spec_width = loaded.drafts(request), loaded.width(request)
+        self._no_drafter = loaded.info.spec_reason
         self._speculation: Speculation | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -102,21 +93,23 @@ class Generation:
                 return None
             stop = min(n, start + chunk)
             ahead = tokens[stop : stop + chunk]
-            logits = core.prefill(slot, tokens[start:stop], last=stop == n, ahead=ahead)
+            part, last = tokens[start:stop], stop == n
+            logits = core.prefill(slot, part, last=last, ahead=ahead, drafting=self._drafts)
             if caller.progress is not None:
                 caller.progress(Progress(phase="prefill", done=stop, total=n))
         return logits
 
     def _decode(self, caller: Caller, logits: Logits) -> FinishReason:
         core, sampler, slot = self._core, self._sampler, self._core.slots[0]
-        decode, pick = core.decode, sampler.pick
-        self._speculation = core.speculation(sampler, self._spec_width, self._stop_ids)
+        decode, pick = core.decode, sampler.pick if sampler.needs_logits else best
+        if self._drafts:
+            self._speculation = core.speculation(sampler, self._spec_width, self._stop_ids)
         if self._speculation is not None:
             return self._decode_runs(caller, logits, self._speculation)
         while True:
             if caller.cancelled:
                 return "cancelled"
-            token = pick(logits) if sampler.needs_logits else best(logits)
+            token = pick(logits)
             sampler.accept(token)
             reason = self._take(caller, token, logits)
             if reason is not None:
@@ -169,4 +162,10 @@ class Generation:
             stop=self._output.stopped,
             logprobs=tuple(self._logprobs),
             speculation=None if self._speculation is None else self._speculation.stats,
+            plain_reason=self._plain_reason(),
         )
+
+    def _plain_reason(self) -> str | None:
+        if self._speculation is not None:
+            return self._speculation.why_plain
+        return None if self._drafts else self._no_drafter or SWITCHED_OFF

@@ -15,7 +15,7 @@ from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import check_supported
 from pyggml_dflash.ggml.tensor import Tensor
 
-KEPT_GRAPHS: Final = 24  # of every kind together; the least recently used goes first
+KEPT_GRAPHS: Final = 64  # of every kind together; the least recently used goes first
 
 Relieve = Callable[[], object]  # gives back what can be made again, after an allocation that failed
 
@@ -27,6 +27,13 @@ class GraphNeeds:
 
     shared: int = 0
     kept: int = 0
+
+
+@dataclass(slots=True)
+class BuildCount:
+    """How many graphs were built to be kept; a step in which it grows took longer than the next will."""
+
+    n: int = 0
 
 
 class GraphCache:
@@ -43,10 +50,12 @@ class GraphCache:
         *,
         max_bytes: int | None = None,
         relieve: Relieve | None = None,
+        built: BuildCount | None = None,
     ) -> None:
-        """`max_bytes`: most compute memory of all graphs together; None: no limit."""
+        """`max_bytes`: most compute memory of all graphs together; None: no limit. `built` counts along."""
         self._backend, self._ledger, self._label = backend, ledger, label
         self._max_bytes, self._relieve = max_bytes, relieve
+        self._built = BuildCount() if built is None else built
         self._kept: OrderedDict[Hashable, tuple[StepGraph, GraphAllocator]] = OrderedDict()
 
     def get(self, key: Hashable, build: Callable[[], tuple[GraphBuilder, tuple[Tensor, ...]]]) -> StepGraph:
@@ -55,6 +64,7 @@ class GraphCache:
         if found is not None:
             self._kept.move_to_end(key)
             return found[0]
+        self._built.n += 1
         builder, outputs = build()
         self._make_room(builder)
         allocator = GraphAllocator(self._backend, self._ledger, self._label)

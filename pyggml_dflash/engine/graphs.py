@@ -30,7 +30,7 @@ from pyggml_dflash.arch.base import (
     Step,
     Tap,
 )
-from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve, place
+from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, GraphNeeds, Relieve, place
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
 from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.device import Backend
@@ -101,8 +101,11 @@ class Forwards:
         self._backend, self._ledger, self.model, self._slots = backend, ledger, model, slots
         self.n_ctx, self.chunk, self.recording = slots.layout.n_ctx, chunk, recording
         self.record: dict[str, Tensor] = {}
+        self.recorded = 0  # rows at the front of the record that captures leave alone
+        self.built = BuildCount()
         self._relieve = relieve
         max_width = 1 if recording is None else recording.max_width
+        self.record_rows = max(chunk, max_width)
         with ExitStack() as stack:
             self.feeder = model.architecture.feeder(model.config, model.weights)
             if self.feeder is not None:
@@ -118,7 +121,9 @@ class Forwards:
             self._many = self._inputs(stack, chunk)
             self._prefill = GraphAllocator(backend, ledger, "prefill graph")
             stack.callback(self._prefill.close)
-            self._cache = GraphCache(backend, ledger, "decode graphs", max_bytes=kept_bytes, relieve=relieve)
+            self._cache = GraphCache(
+                backend, ledger, "decode graphs", max_bytes=kept_bytes, relieve=relieve, built=self.built
+            )
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
@@ -147,7 +152,7 @@ class Forwards:
         return inputs
 
     def _allocate_record(self, stack: ExitStack, recording: Recording) -> None:
-        tensors = record_layout(self.model, recording, max(self.chunk, recording.max_width))
+        tensors = record_layout(self.model, recording, self.record_rows)
         if not tensors:
             return
         arena = TensorArena(self._backend, self._ledger, "speculation record", n_tensors=len(tensors))
@@ -164,7 +169,7 @@ class Forwards:
         capture: bool = False,
         ahead: Sequence[int] = (),
     ) -> Logits | None:
-        """Run up to `chunk` prompt tokens behind what the slot has.
+        """Run up to `chunk` prompt tokens behind what the slot has; `capture`: record rows behind `recorded`.
 
         Returns logits F32 [rows, n_vocab] of the last row or of all, or None for output 'none'. The
         array is a copy. `ahead`: the tokens of the next chunk, for what the host can prepare meanwhile.
@@ -196,6 +201,8 @@ class Forwards:
         form = self._form(n_past, 1, n_kv)
         key = GraphKey(n_tokens=1, n_kv=n_kv, slot=slot.id, output="last", capture=capture, form=form)
         graph = self._cache.get(key, lambda: self._build(key, self._one))
+        if capture:
+            self._fill_log(self._one, 1)
         x = token if self.gather is None else self.gather.gather((token,))[0]
         self._one.fill_one(x, slot.id, n_past, self.n_ctx)
         self._feed(self._one, slot, (token,), key)
@@ -226,7 +233,9 @@ class Forwards:
     def commit(self, slot: Slot, *, width: int, n_keep: int) -> None:
         """Bring the recurrent state to the first `n_keep` rows of the last verify forward of `width` rows."""
         assert self.recording is not None
-        commit = Commit(slot=slot.id, update=self.recording.update, width=width, n_keep=n_keep)
+        update = self.recording.update
+        width = n_keep if update == "replay" else width  # which then is the same work
+        commit = Commit(slot=slot.id, update=update, width=width, n_keep=n_keep)
         if self._records_state(commit):
             self._cache.get(commit, lambda: self._build_commit(commit)).run()
 
@@ -298,7 +307,13 @@ class Forwards:
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
         inputs.fill(x, key.n_tokens, slot.id, slot.n_past, self.n_ctx)
         inputs.fill_mask(key.n_tokens, slot.n_past, key.n_kv)
+        if key.capture:
+            self._fill_log(inputs, key.n_tokens)
         self._feed(inputs, slot, tokens, key)
+
+    def _fill_log(self, inputs: Inputs, n: int) -> None:
+        assert self.recorded + n <= self.record_rows, "the record is full"
+        inputs.fill_log(n, self.recorded)
 
     def _feed(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
         slot.offer(tokens)

@@ -90,9 +90,11 @@ class Inputs:
                 "positions": (ElementType.I32, max_rows),
                 "rows": (ElementType.I64, max_rows),
                 "mask": (ElementType.F16, max_rows * max_kv),
+                "log": (ElementType.I64, max_rows),
                 **extra,
             },
         )
+        self.log = self._arena["log"]
         self.x, self.positions = self._arena["x"], self._arena["positions"]
         self.rows, self.mask = self._arena["rows"], self._arena["mask"]
         self._extra = {name: self._arena[name] for name in extra}
@@ -127,6 +129,7 @@ class Inputs:
             extra={name: x.tensor for name, x in self._extra.items()},
             record=record,
             capture=capture,
+            log=None if capture is None else g.view(self.log.tensor, (n,), (), 0),
         )
 
     def fill(self, x: npt.ArrayLike, n: int, slot: int, n_past: int, n_ctx: int) -> None:
@@ -139,6 +142,11 @@ class Inputs:
         self.x.upload(0, width)
         self.positions.upload(0, n)
         self.rows.upload(0, n)
+
+    def fill_log(self, n: int, first: int) -> None:
+        """Write which rows of the record a capture of `n` rows goes to."""
+        self.log.array[:n] = range(first, first + n)
+        self.log.upload(0, n)
 
     def fill_one(self, x: npt.ArrayLike, slot: int, n_past: int, n_ctx: int) -> None:
         """`fill` and the mask for a single row, which changes in one element from step to step."""

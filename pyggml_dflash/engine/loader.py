@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,9 +19,10 @@ import numpy.typing as npt
 from pyggml_dflash.engine.assembly import Assembly, Blueprint, assemble, draw, open_model
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafter_loader import DraftInfo
-from pyggml_dflash.engine.fit import Planner, kept_bytes
+from pyggml_dflash.engine.fit import Planner, find_fit, kept_bytes
 from pyggml_dflash.engine.fit_report import FitReport, make_report
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
+from pyggml_dflash.engine.step_costs import learn_costs
 from pyggml_dflash.errors import ContextOverflowError, DamagedFileError, DeviceMemoryError, UsageError
 from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.element import ElementType
@@ -29,7 +30,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.chat import ChatTemplate
 from pyggml_dflash.model.tokenizer import Tokenizer
 from pyggml_dflash.model.weights import LoadedWeights
-from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.options import Auto, EngineOptions
 from pyggml_dflash.plan.chunk import ChunkPlan
 from pyggml_dflash.plan.context import ContextChoice, step_for
 from pyggml_dflash.requests import GenerationRequest, Progress, ProgressCallback
@@ -59,6 +60,8 @@ class EngineInfo:
     has_chat_template: bool
     reasoning_supported: bool
     spec: str  # 'off', or the drafter: 'dflash', 'mtp'
+    spec_reason: str | None  # why there is no drafter
+    max_width: int  # most rows of a verify forward; 1 without a drafter
     rollback: str | None  # how rejected drafts are taken back: 'snapshots' or 'replay'
     draft: DraftInfo | None  # a draft with a file of its own
 
@@ -73,10 +76,28 @@ class Loaded:
     info: EngineInfo
     fit: FitReport
     forbidden_ids: npt.NDArray[np.int64] | None  # vocabulary rows without a token
-    spec_width: int | None  # rows of every verify forward, where the user says so
+    spec_width: int | Auto
 
-    def check_length(self, request: GenerationRequest) -> None:
-        """Raise `ContextOverflowError` if prompt and answer cannot fit the context."""
+    def check(self, request: GenerationRequest) -> None:
+        """Raise `ContextOverflowError` or `UsageError` for what this engine cannot do."""
+        self._check_length(request)
+        info, spec, width = self.info, request.spec, request.spec_width
+        if spec in ("dflash", "mtp") and spec != info.spec:
+            has = "has no drafter" if info.spec == "off" else f"drafts with {info.spec!r}"
+            raise UsageError(f"spec is {spec!r}; this engine {has}; open it with that")
+        if spec != "off" and isinstance(width, int) and width > info.max_width:
+            raise UsageError(f"spec_width is {width}; this engine verifies at most {info.max_width} rows")
+
+    def drafts(self, request: GenerationRequest) -> bool:
+        """True if tokens may be drafted."""
+        return self.info.spec != "off" and request.spec != "off"
+
+    def width(self, request: GenerationRequest) -> int | None:
+        """Rows of every verify forward; None where cost and acceptance decide."""
+        width = self.spec_width if request.spec_width is None else request.spec_width
+        return None if width == "auto" else width
+
+    def _check_length(self, request: GenerationRequest) -> None:
         needed = len(request.tokens) + max(0, (request.max_tokens or 1) - 1)
         if needed > self.info.n_ctx:
             raise ContextOverflowError(
@@ -100,17 +121,22 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
         ledger = Ledger(caps=options.device_cap)
         blueprint = draw(options, model, stack, ledger)
         built = build(blueprint, ledger, stack, report)
-        info = _info(blueprint, built, template)
+        drafter, forwards = built.parts.drafter, built.parts.forwards
+        control = None
+        if drafter is not None:
+            control = learn_costs(forwards, drafter, built.parts.slots.slots[0], options)
         unused = sorted({*tokenizer.unused_ids, *range(tokenizer.n_vocab, config.n_vocab)})
+        info = _info(built, template)
         return Loaded(
             core=EngineCore(
-                built.parts.forwards,
+                forwards,
                 built.parts.slots,
                 ledger,
                 built.fit.n_ctx,
                 stack.pop_all(),
-                built.parts.drafter,
+                drafter,
                 trims=built.trims,
+                control=control,
             ),
             tokenizer=tokenizer,
             template=template,
@@ -125,6 +151,7 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
 class Built:
     """What was allocated for a blueprint, and the plan that it follows."""
 
+    blueprint: Blueprint
     fit: FitReport
     weights: LoadedWeights
     parts: Assembly
@@ -133,17 +160,18 @@ class Built:
 
 def build(blueprint: Blueprint, ledger: Ledger, stack: ExitStack, report: ProgressCallback) -> Built:
     """Fit the context, load the weights, look again at what is free, and make everything else."""
-    with closing(Planner(blueprint, ledger)) as planner:
-        return _build(blueprint, planner, ledger, stack, report)
+    with ExitStack() as planners:
+        return _build(blueprint, ledger, stack, report, planners)
 
 
 def _build(
-    blueprint: Blueprint, planner: Planner, ledger: Ledger, stack: ExitStack, report: ProgressCallback
+    blueprint: Blueprint, ledger: Ledger, stack: ExitStack, report: ProgressCallback, planners: ExitStack
 ) -> Built:
     started = time.perf_counter()
-    choice = planner.choose()
+    planner, choice = find_fit(blueprint, ledger, planners)
     if choice.plan is None:
         raise planner.refuse(choice)
+    blueprint = planner.blueprint
     fitted_s = time.perf_counter() - started
     _reserve(blueprint, ledger, stack)
     weights = LoadedWeights(
@@ -154,14 +182,18 @@ def _build(
         lambda done, total: report(Progress(phase="load", done=done, total=total)),
     )
     stack.callback(weights.close)
-    choice = _verified(planner, choice)
+    planner, choice = _verified(planner, choice, planners)
     while True:
-        assert choice.plan is not None
+        plan = choice.plan
+        assert plan is not None
         try:
-            plan, trims, parts = _allocated(planner, choice.plan, weights, ledger, stack)
+            plan, trims, parts = _allocated(planner, plan, weights, ledger, stack)
             break
-        except DeviceMemoryError:
-            smaller = _smaller(planner, choice.plan.n_ctx) if planner.is_auto else None
+        except DeviceMemoryError as error:
+            if planner.blueprint.choice.may_be_left_out:
+                planner, choice = _without_drafter(planner, choice, str(error), planners)
+                continue
+            smaller = _smaller(planner, plan.n_ctx) if planner.is_auto else None
             if smaller is None:
                 raise
             choice = smaller
@@ -174,7 +206,7 @@ def _build(
         len(fit.trace),
         fit.chunk,
     )
-    return Built(fit=fit, weights=weights, parts=parts, trims=trims)
+    return Built(blueprint=planner.blueprint, fit=fit, weights=weights, parts=parts, trims=trims)
 
 
 def _reserve(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> None:
@@ -187,17 +219,30 @@ def _reserve(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> None:
         arena.allocate()
 
 
-def _verified(planner: Planner, choice: ContextChoice) -> ContextChoice:
+def _verified(planner: Planner, choice: ContextChoice, planners: ExitStack) -> tuple[Planner, ContextChoice]:
     """The choice, if it still fits now that the weights are there; the headroom may be used up by then."""
     assert choice.plan is not None
     planner.read_free()
     plan = planner.plan_at(choice.plan.n_ctx)
     if all(share.balance + share.headroom >= 0 for share in plan.shares):
-        return choice
+        return planner, choice
     again = planner.choose(most=plan.n_ctx)
-    if again.plan is None:
+    if again.plan is not None:
+        return planner, again
+    if not planner.blueprint.choice.may_be_left_out:
         raise planner.refuse(again)
-    return again
+    return _verified(
+        *_without_drafter(planner, choice, "there is no room beside the weights", planners), planners
+    )
+
+
+def _without_drafter(
+    planner: Planner, choice: ContextChoice, reason: str, planners: ExitStack
+) -> tuple[Planner, ContextChoice]:
+    """The same context, decoding plainly."""
+    assert choice.plan is not None
+    plain = planner.without_drafter(reason, planners)
+    return plain, replace(choice, plan=plain.plan_at(choice.plan.n_ctx))
 
 
 def _allocated(
@@ -235,9 +280,10 @@ def _smaller(planner: Planner, n_ctx: int) -> ContextChoice | None:
     return choice
 
 
-def _info(blueprint: Blueprint, built: Built, template: ChatTemplate) -> EngineInfo:
+def _info(built: Built, template: ChatTemplate) -> EngineInfo:
+    blueprint = built.blueprint
     options, file, config, fit = blueprint.options, blueprint.file, blueprint.config, built.fit
-    speculation, recording = blueprint.speculation, blueprint.recording
+    choice, recording = blueprint.choice, blueprint.recording
     return EngineInfo(
         model=file.path,
         name=file.get_str("general.name", file.path.stem),
@@ -256,7 +302,9 @@ def _info(blueprint: Blueprint, built: Built, template: ChatTemplate) -> EngineI
         state_bytes=built.parts.slots.n_bytes,
         has_chat_template=template.exists,
         reasoning_supported=template.reasoning_supported,
-        spec="off" if speculation is None else speculation.kind,
+        spec="off" if choice.plan is None else choice.plan.kind,
+        spec_reason=choice.reason,
+        max_width=1 if recording is None else recording.max_width,
         rollback=None if recording is None else recording.update,
-        draft=None if speculation is None else speculation.info,
+        draft=None if choice.plan is None else choice.plan.info,
     )

@@ -81,7 +81,14 @@ class MtpDrafter:
             )
             self._extra = tuple(extra)
             stack.callback(self._inputs.close)
-            self._cache = GraphCache(backend, ledger, "draft graphs", max_bytes=kept_bytes, relieve=relieve)
+            self._cache = GraphCache(
+                backend,
+                ledger,
+                "draft graphs",
+                max_bytes=kept_bytes,
+                relieve=relieve,
+                built=forwards.built,
+            )
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
         self._n_seen = 0

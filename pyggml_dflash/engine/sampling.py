@@ -38,6 +38,14 @@ BLOCK: Final = 512  # ids per maximum in the search for the best
 FIRST_LOOK: Final = 256  # best tokens in which top-p is looked for before it looks at 16 times as many
 
 
+def best(logits: Logits) -> int:
+    """The best token, the lowest id among equals; NaN raises, since argmax would return it."""
+    token = int(np.argmax(logits))
+    if logits[token] != logits[token]:
+        raise BackendError(f"the model computed NaN for token {token}")
+    return token
+
+
 class Sampler:
     """Chooses the tokens of one request. Owns its random stream and its counts, shares nothing.
 

@@ -9,14 +9,15 @@ distribution as it is; more of them stay, but the tokens depend on how many were
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from pyggml_dflash.engine.acceptance import Chosen, match, reject
-from pyggml_dflash.engine.drafting import Drafter, Proposal
+from pyggml_dflash.engine.drafting import Backlog, Drafter, Proposal
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.near_tie import NearTies
-from pyggml_dflash.engine.sampling import Sampler
+from pyggml_dflash.engine.sampling import Sampler, best
 from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.requests import SpeculationStats
 from pyggml_dflash.state.slot import Slot
@@ -34,13 +35,16 @@ class Counters:
     draft_s: float = 0.0
     verify_s: float = 0.0
     rollback_s: float = 0.0
+    plain_s: float = 0.0
+    steps_of: Counter[int] = field(default_factory=Counter)  # verify steps by rows
     tried_at: list[int] = field(default_factory=list)  # per depth: drafts verified there
     held_at: list[int] = field(default_factory=list)  # per depth: of those, accepted
     near_ties: list[int] = field(default_factory=list)  # places in the answer
 
-    def add(self, n_drafted: int, n_accepted: int) -> None:
-        """Count a verify forward and what became of its drafts."""
+    def add(self, width: int, n_drafted: int, n_accepted: int) -> None:
+        """Count a verify forward and what became of those drafts that were looked at."""
         self.n_verify += 1
+        self.steps_of[width] += 1
         self.n_drafted += n_drafted
         self.n_accepted += n_accepted
         missing = max(0, n_drafted - len(self.tried_at))
@@ -66,17 +70,25 @@ class Speculation:
         *,
         width: int | None = None,
         ends: Set[int] = frozenset(),
+        backlog: Backlog | None = None,
+        control: VerifyWidth | None = None,
     ) -> None:
-        """`width`: rows of every verify forward; None lets measured cost and acceptance decide.
+        """`width`: rows of every verify forward; None lets `control` decide.
 
-        `ends`: tokens behind which nothing is wanted; a run has none but as its last token.
+        `ends`: tokens behind which nothing is wanted; a run has none but as its last token. `backlog`: rows
+        of the prompt that the drafter was not shown yet; without one it was shown all of them, and is in
+        the end. `control`: what earlier requests learned about cost and acceptance.
         """
         assert forwards.recording is not None
         self._forwards, self._drafter, self._sampler, self._ends = forwards, drafter, sampler, ends
         self._fixed = width
         self._max_width = min(forwards.recording.max_width, drafter.max_drafts + 1)
-        self._control = VerifyWidth(self._max_width)
-        self.repeatable = sampler.greedy or sampler.depends_on_answer or sampler.repeats
+        self._backlog = Backlog(forwards, drafter) if backlog is None else backlog
+        self._leaves_backlog = backlog is not None  # to whoever keeps it for the next request
+        self._control = VerifyWidth(self._max_width) if control is None else control
+        self._control.begin()
+        self._gave_up_before = self._control.gave_up
+        self._draws = not (sampler.greedy or sampler.depends_on_answer or sampler.repeats)
         self._ties = NearTies(forwards)
         self.counters = Counters()
 
@@ -85,15 +97,38 @@ class Speculation:
     ) -> Iterator[list[Chosen]]:
         """Runs of at most `limit` tokens in all behind `anchor`, the newest token, while there is context."""
         end = n_ctx if limit is None else min(n_ctx, slot.n_past + limit)
-        while slot.n_past < end:
-            room = min(self._max_width, end - slot.n_past)
-            width = min(room, self._fixed) if self._fixed is not None else self._control.choose(room)
-            started = time.perf_counter()
-            run = self._plain(slot, anchor) if width < 2 else self._verified(slot, anchor, width)
-            self._control.observe(width, len(run) - 1, time.perf_counter() - started)
-            self._note_ties(run)
-            anchor = run[-1].token
-            yield run
+        try:
+            while slot.n_past < end:
+                for run in self._next_runs(slot, anchor, end):
+                    anchor = run[-1].token
+                    yield run
+        finally:
+            if not self._leaves_backlog:
+                self._backlog.take()
+
+    def _next_runs(self, slot: Slot, anchor: int, end: int) -> Iterator[list[Chosen]]:
+        """A verified run, or those of a burst of plain steps."""
+        n_past = slot.n_past
+        room = min(self._max_width, end - n_past)
+        width = self._control.choose(room, n_past) if self._fixed is None else min(room, self._fixed)
+        if width >= 2:
+            run = self._verified(slot, anchor, width)
+            if run:
+                self._note_ties(run)
+                yield run
+                return
+        n_steps = 1 if self._fixed is not None else self._control.plain_steps(room, n_past)
+        yield from self._plain(slot, anchor, min(n_steps, end - n_past))
+
+    @property
+    def repeatable(self) -> bool:
+        """True if the sampler's seed gives the same text again, however many rows steps have then."""
+        return not self._draws
+
+    @property
+    def why_plain(self) -> str | None:
+        """Why steps were plain at last; None if none was, or none by choice."""
+        return self._control.why_plain if self._fixed is None and self.counters.n_plain else None
 
     @property
     def stats(self) -> SpeculationStats:
@@ -106,31 +141,63 @@ class Speculation:
             drafted=c.n_drafted,
             accepted=c.n_accepted,
             accept_rates=tuple(held / tried for held, tried in zip(c.held_at, c.tried_at, strict=True)),
-            gave_up=self._control.gave_up,
+            steps_by_width=dict(sorted(c.steps_of.items())),
+            gave_up=self._control.gave_up - self._gave_up_before,
+            step_costs=self._control.costs.table(),
             draft_s=c.draft_s,
             verify_s=c.verify_s,
             rollback_s=c.rollback_s,
+            plain_s=c.plain_s,
             near_ties=tuple(c.near_ties),
         )
 
-    def _plain(self, slot: Slot, anchor: int) -> list[Chosen]:
-        n_past = slot.n_past
-        logits = self._forwards.decode(slot, anchor, capture=True)
-        slot.commit(1)
-        self._drafter.observe((anchor,), n_past)
-        self.counters.n_plain += 1
-        return match(logits[None], (), self._sampler)
+    def _plain(self, slot: Slot, anchor: int, n_steps: int) -> Iterator[list[Chosen]]:
+        """Plain steps; what they took is told to the control at their end, since little Python is cheaper.
+
+        Where no verify forward ran yet, they are those of plain decoding, and nothing can be a near tie.
+        """
+        forwards, backlog, sampler, clock = self._forwards, self._backlog, self._sampler, time.perf_counter
+        pick = sampler.pick if sampler.needs_logits else best
+        n_past, counters, token = slot.n_past, self.counters, anchor
+        seconds: list[float] = []
+        n_built = [forwards.built.n]
+        try:
+            for _ in range(n_steps):
+                started = clock()
+                backlog.make_room(1)
+                logits = forwards.decode(slot, token, capture=True)
+                backlog.add((token,), slot.n_past)
+                slot.commit(1)
+                if counters.n_verify:
+                    run = match(logits[None], (), sampler)
+                    self._note_ties(run)
+                    token = run[0].token
+                else:
+                    token = pick(logits)
+                    sampler.accept(token)
+                    run = [Chosen(token, logits)]
+                    counters.n_tokens += 1
+                seconds.append(clock() - started)
+                n_built.append(forwards.built.n)
+                yield run
+        finally:
+            counters.n_plain += len(seconds)
+            counters.plain_s += sum(seconds)
+            for i, step_s in enumerate(seconds):
+                self._observe(1, 0, step_s, n_past + i, built=n_built[i + 1] > n_built[i])
 
     def _verified(self, slot: Slot, anchor: int, width: int) -> list[Chosen]:
-        counters, n_past = self.counters, slot.n_past
+        """A verified run; empty if nothing was drafted."""
+        counters, n_past, built = self.counters, slot.n_past, self._forwards.built.n
+        start = time.perf_counter()
+        self._backlog.take()
         t0 = time.perf_counter()
-        proposal = self._drafter.propose(
-            anchor, n_past, width - 1, None if self.repeatable else self._sampler
-        )
+        proposal = self._drafter.propose(anchor, n_past, width - 1, self._sampler if self._draws else None)
         t1 = time.perf_counter()
-        counters.draft_s += t1 - t0
+        counters.draft_s += t1 - start
         if not proposal.tokens:
-            return self._plain(slot, anchor)
+            self._observe(width, 0, t1 - t0, n_past, built=True, extra_s=t0 - start)
+            return []
         rows = (anchor, *proposal.tokens)
         logits = self._forwards.verify(slot, rows)
         t2 = time.perf_counter()
@@ -138,15 +205,27 @@ class Speculation:
         n_keep = len(run)
         self._forwards.commit(slot, width=len(rows), n_keep=n_keep)
         slot.commit(n_keep)
-        self._drafter.observe(rows[:n_keep], n_past)
+        t3 = time.perf_counter()
+        self._backlog.add(rows[:n_keep], n_past)
+        self._backlog.take()
+        t4 = time.perf_counter()
+        counters.draft_s += t4 - t3
         counters.verify_s += t2 - t1
-        counters.rollback_s += time.perf_counter() - t2
+        counters.rollback_s += t3 - t2
         ended = run[-1].token in self._ends  # what was drafted behind it was not looked at
-        counters.add(n_keep - 1 if ended else len(proposal.tokens), n_keep - 1)
+        counters.add(len(rows), n_keep - 1 if ended else len(proposal.tokens), n_keep - 1)
+        new = self._forwards.built.n > built
+        self._observe(len(rows), n_keep - 1, t4 - t0, n_past, built=new, extra_s=t0 - start)
         return run
 
+    def _observe(
+        self, width: int, accepted: int, seconds: float, n_past: int, *, built: bool, extra_s: float = 0.0
+    ) -> None:
+        if self._fixed is None:
+            self._control.observe(width, accepted, seconds, n_past, built=built, extra_s=extra_s)
+
     def _accept(self, logits: Logits, proposal: Proposal) -> list[Chosen]:
-        if self.repeatable:
+        if not self._draws:
             return match(logits, proposal.tokens, self._sampler, self._ends)
         return reject(logits, proposal, self._sampler, self._ends)
 

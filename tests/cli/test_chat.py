@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pyggml_dflash import Engine
 from tests.cli.dflash_command import ENDLESS, dflash, terminal
+from tests.engine.tiny import QWEN3
 
 FEW = ("-n", "5", "--threads", "1")
 
@@ -32,7 +33,7 @@ def test_each_line_is_a_turn_of_one_conversation() -> None:
     done = dflash("chat", *FEW, stdin=lines(*questions))
     assert done.code == 0
     assert done.out == lines(*answers(*questions))
-    assert done.err.splitlines()[-1].startswith("dflash: pico on CPU, context 8192 tokens")
+    assert done.err.splitlines()[-1].startswith("dflash: pico with dflash on CPU, context 8192 tokens")
 
 
 def test_bye_leaves_and_empty_lines_say_nothing() -> None:
@@ -58,7 +59,7 @@ def test_commands_work_on_the_conversation(tmp_path: Path) -> None:
         "/dance now",
         "/help",
     )
-    done = dflash("chat", *FEW, "--quiet", stdin=script)
+    done = dflash("chat", *FEW, "--spec", "off", "--quiet", stdin=script)
     (answer,) = answers("What do bears eat?", system="You are kind.")
     assert done.code == 0
     assert done.out == lines(answer, answer)
@@ -85,8 +86,71 @@ def test_commands_work_on_the_conversation(tmp_path: Path) -> None:
     ]
     assert told[13].startswith("error: /dance is no command; there are /clear, /regen,")
     assert [line.split()[0] for line in told[14:]] == [
-        "/clear", "/regen", "/stats", "/save", "/load", "/system", "/help", "/bye"
+        "/clear", "/regen", "/stats", "/save", "/load", "/spec", "/system", "/help", "/bye"
     ]  # fmt: skip
+
+
+def test_drafting_is_set_in_the_conversation_and_changes_no_answer() -> None:
+    script = lines(
+        "/spec",
+        "What do bears eat?",
+        "/spec off",
+        "/regen",
+        "/spec mtp 4",
+        "/regen",
+        "/stats",
+        "/spec 5",
+        "/spec auto",
+        "/spec dflash",
+        "/regen",
+    )
+    done = dflash("chat", *FEW, "--quiet", stdin=script)
+    assert done.code == 0
+    assert done.out == 4 * lines(*answers("What do bears eat?"))
+    told = [line.removeprefix("dflash: ") for line in done.err.splitlines() if "will be the same" not in line]
+    assert told[:4] == [
+        "drafts by dflash (pico-dflash-q8_0.gguf), as many rows as pay per verify step",
+        "no drafts: switched off; /spec auto drafts with dflash again",
+        "loading the model again, with --spec mtp",
+        "drafts by mtp, 4 rows per verify step",
+    ]
+    assert "; mtp " in told[5]
+    assert " drafts accepted; by position " in told[6]
+    assert told[7].startswith("verify steps: ")
+    assert told[8].startswith("time: draft ")
+    assert told[9:] == [
+        "error: 5 rows are too many; this engine verifies at most 4",
+        "drafts by mtp, 4 rows per verify step",
+        "loading the model again, with --spec dflash",
+        "drafts by dflash (pico-dflash-q8_0.gguf), as many rows as pay per verify step",
+    ]
+
+
+def test_a_model_without_drafts_says_so_and_keeps_answering() -> None:
+    script = lines(
+        "/spec",
+        "/spec mtp",
+        "/spec dflash",
+        "/spec auto",
+        "/spec sideways",
+        "/spec 1",
+        "/spec off 4 4",
+        "Hello",
+    )
+    done = dflash("chat", str(QWEN3), "-n", "3", "--threads", "1", "--quiet", stdin=script)
+    assert done.code == 0
+    nothing = "no drafts: no draft was given and the file has no MTP block"
+    told = [line.removeprefix("dflash: ") for line in done.err.splitlines()]
+    assert told == [
+        nothing,
+        "loading the model again, with --spec mtp",
+        f"error: spec is 'mtp'; {QWEN3} has no MTP block: use 'auto' or 'off', or name its file as draft",
+        "error: spec is 'dflash'; it needs a draft",
+        nothing,
+        "error: 'sideways' is neither one of auto, off, dflash, mtp nor a number of rows",
+        "error: spec_width is 1; it must be a whole number of at least 2 and at most 16",
+        "error: /spec takes one of auto, off, dflash, mtp and a number of rows; 'off 4 4' has more",
+    ]
 
 
 def test_a_loaded_question_is_answered_on_demand(tmp_path: Path) -> None:

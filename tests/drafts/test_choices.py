@@ -81,12 +81,12 @@ def test_a_block_wider_than_the_draft_was_trained_for_is_refused(target: Path, f
             pass
 
 
-@pytest.mark.parametrize("width", [None, 2, 16])
+@pytest.mark.parametrize(("width", "most"), [("auto", 4), (2, 2), (16, 16)])
 def test_an_mtp_block_drafts_up_to_any_width(
-    width: int | None, target: Path, plain_answer: tuple[int, ...]
+    width: int, most: int, target: Path, plain_answer: tuple[int, ...]
 ) -> None:
     with loaded_model(target, spec="mtp", spec_width=width) as loaded:
-        assert widest(loaded) == (width or 4)
+        assert widest(loaded) == most
         check_widths(loaded, plain_answer)
 
 
@@ -129,8 +129,9 @@ def test_hopeless_drafts_are_put_aside(target: Path, folder: Path) -> None:
             assert [*PROMPT, *result.tokens] == text[: len(PROMPT) + n_tokens]
             assert result.speculation is not None
             stats.append(result.speculation)
-    assert stats[0].gave_up > 0
+    assert stats[0].plain_steps > 30
     assert stats[1].plain_steps > 0.8 * n
+    assert " plain steps and give " in str(result.plain_reason)
 
 
 @pytest.fixture(scope="module")

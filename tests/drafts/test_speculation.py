@@ -11,7 +11,6 @@ import pytest
 
 from pyggml_dflash.engine.acceptance import reject
 from pyggml_dflash.engine.drafting import Proposal
-from pyggml_dflash.engine.width import BURST, VerifyWidth
 from tests.drafts.drafted import Drafted, Target, arrays, draft_file, open_target, with_draft
 from tests.drafts.published import publish
 from tests.drafts.speculated import drafting, sampler_of, speculated
@@ -123,29 +122,3 @@ def test_drafts_are_drawn_where_no_answer_could_be_given_again(
     _, speculation = speculated(fitted, PROMPT, 20, 4, tell=note, **options)
     assert seen == {drawn}
     assert speculation.repeatable == (not drawn)
-
-
-def test_the_width_goes_where_tokens_per_second_are() -> None:
-    control = VerifyWidth(8)
-    for _ in range(200):
-        width = control.choose(100)
-        control.observe(width, width - 1, 1.0 if width == 1 else 1.0 + 0.1 * width)
-    assert control.choose(100) == 8
-
-
-def test_hopeless_drafts_are_put_aside_for_longer_and_longer() -> None:
-    control, widths = VerifyWidth(8), []
-    for _ in range(600):
-        widths.append(control.choose(100))
-        control.observe(widths[-1], 0, 1.0 if widths[-1] == 1 else 3.0)
-    assert control.gave_up > 2
-    assert np.mean([w == 1 for w in widths[-300:]]) > 0.95
-    assert widths[-BURST:].count(1) >= BURST - 1
-
-
-def test_a_step_never_has_more_rows_than_there_is_room() -> None:
-    control = VerifyWidth(16)
-    for room in [1, 2, 3, 5, 7, 11, 16, 40] * 20:
-        width = control.choose(room)
-        assert 1 <= width <= room
-        control.observe(width, width - 1, 0.1)

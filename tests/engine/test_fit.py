@@ -122,7 +122,8 @@ def fill(core: EngineCore, ids: list[int], slot_id: int) -> None:
     slot = core.slots[slot_id]
     slot.reset()
     for start in range(0, len(ids), core.chunk):
-        core.prefill(slot, ids[start : start + core.chunk], last=start + core.chunk >= len(ids))
+        part = ids[start : start + core.chunk]
+        core.prefill(slot, part, last=start + core.chunk >= len(ids), drafting=core._drafter is not None)
     assert slot.n_past == len(ids)
 
 
@@ -261,8 +262,8 @@ def test_more_slots_and_drafts_leave_less_context() -> None:
         )
         return fit_report(options).n_ctx
 
-    alone = fitted(1, "auto")
-    assert alone > fitted(2, "auto") > fitted(4, "auto") > 0
+    alone = fitted(1, "off")
+    assert alone > fitted(2, "off") > fitted(4, "off") > 0
     assert alone > fitted(1, "mtp") > 0
 
 
@@ -455,7 +456,7 @@ def test_a_draft_and_its_cache_are_planned(draft: str, tmp_path: Path) -> None:
         threads=1,
         device_cap=mib(16),
     )
-    with_draft, without = fit_report(options), fit_report(replace(options, draft=None))
+    with_draft, without = fit_report(options), fit_report(replace(options, draft=None, spec="off"))
     assert 0 < with_draft.n_ctx < without.n_ctx
     with built(options) as (made, core, ledger):
         terms = made.fit.devices[0].terms

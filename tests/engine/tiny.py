@@ -1,4 +1,4 @@
-"""The small models of these tests, and opening them: on the CPU, with one thread.
+"""The small models of these tests, and opening them: on the CPU, with one thread, decoding plainly.
 
 Two threads on a busy machine wait for each other a thousand times as long as these models compute.
 """
@@ -17,9 +17,10 @@ QWEN3: Final = MODELS / "qwen3-tiny-Q4_K_M.gguf"  # some weights are repacked wh
 PATIENCE_S: Final = 60.0  # after this, waiting is called hanging; nothing here takes a second
 
 
-def opened(model: Path, **options: Any) -> Engine:
-    """An engine with one thread on the CPU, and other options as given."""
-    return Engine.open(model, **{"device": "CPU", "threads": 1, **options})
+def opened(model: Path | None, **options: Any) -> Engine:
+    """An engine with one thread on the CPU, without drafts unless asked for, and other options as given."""
+    spec = "auto" if "draft" in options else "off"
+    return Engine.open(model, **{"device": "CPU", "threads": 1, "spec": spec, **options})
 
 
 def prompt(n: int, *, seed: int = 1) -> list[int]:

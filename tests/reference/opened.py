@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,8 +57,8 @@ def on_the_cpu(
 
 @contextmanager
 def open_core(options: EngineOptions) -> Iterator[EngineCore]:
-    """The core of a loaded model, on this thread."""
-    core = load(options, lambda _: None).core
+    """The core of a loaded model without a drafter, on this thread."""
+    core = load(replace(options, spec="off"), lambda _: None).core
     try:
         yield core
     finally:

@@ -1,0 +1,79 @@
+"""Which drafter an engine gets. Layer 6.
+
+What a user names is used or refused. What 'auto' finds by itself, the shipped model's draft or an MTP
+block, is used where it can be; otherwise the engine decodes plainly and says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from pyggml_dflash.engine.drafter_loader import SpeculationPlan, plan_speculation
+from pyggml_dflash.errors import ModelFileError, UsageError
+from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.model.weights import check_tensors
+from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.requests import NOTHING_TO_DRAFT_WITH, SWITCHED_OFF
+
+LOG: Final = logging.getLogger(__name__)
+_MODELS: Final = Path(__file__).resolve().parent.parent / "models"
+DEFAULT_MODEL: Final = _MODELS / "pico-q8_0.gguf"
+DEFAULT_DRAFT: Final = _MODELS / "pico-dflash-q8_0.gguf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecChoice:
+    """A drafter that will be made, or the reason for none."""
+
+    plan: SpeculationPlan | None = None
+    asked: bool = False  # the user named it, so that it must not be left out
+    reason: str | None = None
+
+    @property
+    def may_be_left_out(self) -> bool:
+        """True for a drafter that nobody named."""
+        return self.plan is not None and not self.asked
+
+    def without(self, reason: str) -> SpecChoice:
+        """Plain decoding instead, and why."""
+        LOG.warning("decoding without drafts: %s", reason)
+        return SpecChoice(reason=reason)
+
+
+def choose_speculation(
+    options: EngineOptions, file: GgufFile, config: ModelConfig, stack: ExitStack
+) -> SpecChoice:
+    """The drafter that options and files name; `stack` closes its file."""
+    if options.spec == "off":
+        return SpecChoice(reason=SWITCHED_OFF)
+    if options.draft is not None or options.spec != "auto":
+        draft = DEFAULT_DRAFT if options.spec == "dflash" and options.draft is None else options.draft
+        plan = plan_speculation(replace(options, draft=draft), file, config, stack)
+        return SpecChoice(plan=plan, asked=True)
+    reason = NOTHING_TO_DRAFT_WITH
+    for candidate in _candidates(options, file, config):
+        try:
+            plan = plan_speculation(candidate, file, config, stack)
+            assert plan is not None
+            check_tensors(file, plan.target_tensors)
+            return SpecChoice(plan=plan)
+        except ModelFileError as error:
+            reason = str(error)
+    if options.draft_causal != "auto":
+        raise UsageError(f"draft_causal is {options.draft_causal!r}, but there is no DFlash draft")
+    return SpecChoice(reason=reason)
+
+
+def _candidates(options: EngineOptions, file: GgufFile, config: ModelConfig) -> list[EngineOptions]:
+    """What 'auto' stands for, best first."""
+    found = []
+    if file.path.resolve() == DEFAULT_MODEL:
+        found.append(replace(options, draft=DEFAULT_DRAFT))
+    if config.n_mtp:
+        found.append(replace(options, spec="mtp"))
+    return found

@@ -136,6 +136,8 @@ def _shown(value: object) -> str:
 def read_json(path: Path) -> dict[str, object]:
     """The object that a JSON file holds."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before opening, which waits for a writer of a pipe
+            raise ModelFileError(f"{path} is not a regular file")
         with path.open("rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:

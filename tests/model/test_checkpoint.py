@@ -158,10 +158,11 @@ def test_a_folder_with_something_missing_or_wrong_is_refused(tmp_path: Path, cas
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path, name: str) -> None:
     make(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    os.mkfifo(tmp_path / "model.safetensors")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
     with pytest.raises(ModelFileError, match="not a regular file"):
         Checkpoint.open(tmp_path)
 

@@ -40,6 +40,7 @@ from pyggml_dflash.options import (
     SamplingOptions,
     Spec,
     Switch,
+    as_path,
     check_int,
     parse_trim_interval,
     refusal,
@@ -127,11 +128,7 @@ class TextStream(Iterator[TextPiece]):
 
 
 def _path(file: object, name: str) -> Path | None:
-    if file is None or isinstance(file, Path):
-        return file
-    if not isinstance(file, (str, os.PathLike)) or isinstance(os.fspath(file), bytes):
-        raise refusal(name, file, "it must be the path of a file")
-    return Path(file)
+    return None if file is None else as_path(name, file)
 
 
 def fit_report(options: EngineOptions | None = None) -> FitReport:
@@ -139,7 +136,15 @@ def fit_report(options: EngineOptions | None = None) -> FitReport:
 
     Refuses what opening an engine refuses, except a context that does not fit: the report says so.
     """
-    return make_fit_report(options or EngineOptions())
+    return make_fit_report(_checked(options))
+
+
+def _checked(options: object) -> EngineOptions:
+    if options is None:
+        return EngineOptions()
+    if not isinstance(options, EngineOptions):
+        raise refusal("options", options, "they must be EngineOptions or None")
+    return options
 
 
 def _from_environment(options: EngineOptions) -> EngineOptions:
@@ -170,9 +175,7 @@ class Engine:
     def __init__(
         self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
-        if options is not None and not isinstance(options, EngineOptions):
-            raise refusal("options", options, "they must be EngineOptions or None")
-        self.options = chosen = _from_environment(options or EngineOptions())
+        self.options = chosen = _from_environment(_checked(options))
         self._thread = EngineThread()
         # Also runs when the interpreter ends, so that no thread computes while libraries are taken down. It
         # is there before the thread is, since an interrupt may come anywhere.

@@ -7,6 +7,7 @@ silently. `None` or 'auto' means that the engine chooses and reports what it cho
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,14 @@ def check_spec_width(value: object) -> None:
     """Refuse what is neither 'auto' nor a number of rows that a verify forward may have."""
     if not isinstance(value, str) or value != "auto":
         check_int("spec_width", value, 2, MAX_WIDTH)
+
+
+def as_path(name: str, value: object) -> Path:
+    """The path that a string or a path-like object names; empty text names none, not the current folder."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise refusal(name, value, "it must be the path of a file")
+    return Path(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from pyggml_dflash.options import DraftType
 
 @click.command("convert-draft")
 @click.argument("draft", type=DraftPath())
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path())
 @click.option(
     "--target",
     type=ModelFile(),
@@ -35,7 +35,7 @@ from pyggml_dflash.options import DraftType
 @JSON
 @click.option("--quiet", is_flag=True, help="No progress and notices on standard error.")
 def convert_draft(
-    draft: Path, out: Path, target: Path | None, type_: DraftType, overwrite: bool, as_json: bool, quiet: bool
+    draft: Path, out: str, target: Path | None, type_: DraftType, overwrite: bool, as_json: bool, quiet: bool
 ) -> None:
     """Write a DFlash draft as a GGUF file, which llama.cpp reads as well.
 

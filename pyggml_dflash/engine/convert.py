@@ -28,7 +28,7 @@ from pyggml_dflash.ggml.gguf_writer import GgufWriter
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ConfigReader
 from pyggml_dflash.model.weights import TensorSpec, check_tensors
-from pyggml_dflash.options import DraftType, check_choice
+from pyggml_dflash.options import DraftType, as_path, check_choice, check_flag
 from pyggml_dflash.requests import Progress, ProgressCallback
 
 PIECE: Final = 2**22  # elements converted at once: 16 MiB in single precision
@@ -62,12 +62,14 @@ def convert_draft(
     """Write the draft `source`, a folder or a GGUF file, as `out`.
 
     `type`: of the matrices; vectors are in single precision. `target`: the GGUF file of the model that the
-    draft was made for, whose tokenizer is copied. `out` stands under its name only once it is complete.
+    draft was made for, whose tokenizer is copied, over one that the draft has. `out` stands under its
+    name only once it is complete.
     UsageError: a value was refused. ModelFileError and its kinds: a file cannot be used.
     """
     check_choice("type", type, get_args(DraftType))
-    source, out = Path(source), Path(out)
-    _check_out(out, overwrite)
+    check_flag("overwrite", overwrite)
+    source, target = as_path("draft", source), None if target is None else as_path("target", target)
+    out = _check_out(out, overwrite)
     with ExitStack() as stack:
         draft = stack.enter_context(open_draft(source))
         if draft_kind(draft) != "dflash":
@@ -93,13 +95,15 @@ def convert_draft(
     )
 
 
-def _check_out(out: Path, overwrite: bool) -> None:
-    if os.path.isdir(out):  # these never raise, whatever the path is
+def _check_out(file: Path | str, overwrite: bool) -> Path:
+    out = as_path("out", file)
+    if os.path.isdir(out) or os.fspath(file).endswith(os.sep):  # `Path` drops what stands at the end
         raise UsageError(f"{out} is a directory; name a file in it")
     if os.path.exists(out) and not os.path.isfile(out):
         raise UsageError(f"{out} is no regular file, so it cannot be replaced; name another file")
-    if os.path.exists(out) and not overwrite:
+    if os.path.lexists(out) and not overwrite:  # also a link to nothing
         raise UsageError(f"{out} exists; name another file, or ask to overwrite it")
+    return out
 
 
 def _check_target(draft: TensorFile, config: DraftConfig, model: GgufFile) -> None:
@@ -194,7 +198,7 @@ def _add_metadata(
 ) -> None:
     """The draft's own keys, the tokenizer from where there is one, and what llama.cpp says of a file."""
     left_out = {*NOT_COPIED, MASK_TOKEN}
-    if not _has_tokenizer(draft):
+    if model is not None or not _has_tokenizer(draft):
         left_out |= {key for key in draft.metadata if key.startswith("tokenizer.")}
     writer.copy_metadata(draft, without=left_out)
     writer.set(MASK_TOKEN, config.mask_token)
@@ -212,6 +216,6 @@ def _add_metadata(
     for key, value in more.items():
         if key in left_out or key not in draft.metadata:
             writer.set(key, value)
-    if model is not None and not _has_tokenizer(draft):
+    if model is not None:
         others = {key for key in model.metadata if not key.startswith("tokenizer.")}
         writer.copy_metadata(model, without=others | {MASK_TOKEN})

@@ -16,6 +16,7 @@ from pyggml_dflash.arch.draft_forms import open_draft
 from pyggml_dflash.ggml.convert_rows import from_single, to_single
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.ggml.gguf_writer import GgufWriter
 from tests.drafts.drafted import draft_file
 from tests.drafts.published import Stored, as_bf16, publish
 from tests.drafts.test_older_drafts import older
@@ -245,6 +246,56 @@ def test_what_is_no_file_is_never_replaced(tmp_path: Path) -> None:
     for out in (tmp_path / "no" / "such.gguf", tmp_path / ("x" * 300)):
         with pytest.raises(ModelFileError, match="cannot be written"):
             convert(path, out)
+
+
+def test_a_link_is_replaced_itself_and_only_when_asked_to(tmp_path: Path) -> None:
+    path, out, other = publish("dflash-tiny", tmp_path), tmp_path / "link.gguf", tmp_path / "other"
+    out.symlink_to(other)
+    with pytest.raises(UsageError, match=r"link\.gguf exists"):
+        convert(path, out)
+    convert(path, out, overwrite=True)
+    assert out.is_file()
+    assert not out.is_symlink()
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("path", ["", 3, b"x.gguf", "a\0b"])
+@pytest.mark.parametrize("name", ["draft", "out", "target"])
+def test_what_is_no_path_is_refused_by_name(tmp_path: Path, name: str, path: object) -> None:
+    given: dict[str, Any] = {"draft": tmp_path / "draft.gguf", "out": tmp_path / "out.gguf", name: path}
+    with pytest.raises(UsageError, match=f"^{name} is .*; it must be the path of a file"):
+        convert(given["draft"], given["out"], target=given.get("target"))
+
+
+def test_a_file_is_not_written_where_a_folder_was_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="new is a directory; name a file in it"):
+        convert(publish("dflash-tiny", tmp_path), f"{tmp_path}/new/")
+    assert not (tmp_path / "new").exists()
+
+
+def test_overwrite_is_true_or_false(tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    out.write_bytes(b"what was there")
+    with pytest.raises(UsageError, match="overwrite is 'no'; it must be True or False"):
+        convert(publish("dflash-tiny", tmp_path), out, overwrite="no")  # type: ignore[arg-type]
+    assert out.read_bytes() == b"what was there"
+
+
+def test_the_tokenizer_is_that_of_the_target_also_where_the_draft_has_another(
+    folder: Path, target: Path, tmp_path: Path
+) -> None:
+    other, out = tmp_path / "other.gguf", tmp_path / "out.gguf"
+    with GgufFile.open(draft_file("dflash-tiny", folder)) as file, GgufFile.open(target) as model:
+        writer, expected = GgufWriter(), list(model.get_strs("tokenizer.ggml.tokens"))
+        writer.copy_metadata(file, without={"tokenizer.ggml.tokens"})
+        writer.set("tokenizer.ggml.tokens", [f"other{i}" for i in range(len(expected))])
+        for t in file.tensors.values():
+            writer.add_raw(t.name, file.data(t), shape=t.shape, element=t.type)
+        writer.write(other)
+    convert(other, out, target=target)
+    with GgufFile.open(out) as file, GgufFile.open(other) as source:
+        assert list(file.get_strs("tokenizer.ggml.tokens")) == expected
+        assert read_draft(file) == read_draft(source)
 
 
 def test_a_target_that_the_draft_was_not_made_for_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from dflash_cli.params import (
     Text,
     TokenBias,
     TrimInterval,
+    WholeNumber,
     WidthOrAuto,
 )
 from pyggml_dflash.errors import UsageError
@@ -102,7 +103,7 @@ _ENGINE: Final = (
         type=ContextLength(),
         help="Least context that 'auto' may choose.  [default: 4096, or 256 for models of short contexts]",
     ),
-    click.option("--slots", type=int, default=1, show_default=True, help="Sequences at a time."),
+    click.option("--slots", type=WholeNumber(), default=1, show_default=True, help="Sequences at a time."),
     click.option(
         "--chunk",
         type=ChunkSize(),
@@ -121,7 +122,7 @@ _ENGINE: Final = (
     ),
     click.option(
         "--device-reserve-mib",
-        type=int,
+        type=WholeNumber(),
         default=0,
         show_default=True,
         help="Take this much memory of the device and leave it alone.",
@@ -132,7 +133,9 @@ _ENGINE: Final = (
         show_default=True,
         help="What a context leaves free: a part of what is free beside weights and state, or MiB.",
     ),
-    click.option("--threads", type=int, help="CPU threads that compute.  [default: one per physical core]"),
+    click.option(
+        "--threads", type=WholeNumber(), help="CPU threads that compute.  [default: one per physical core]"
+    ),
     *CACHE_TYPES,
     click.option("--flash-attn", type=_SWITCH, default="auto", show_default=True, help="Fused attention."),
     click.option(
@@ -191,7 +194,9 @@ _ENGINE: Final = (
 
 _SAMPLING: Final = (
     number_flag("--temperature", 0.0, "0 takes the best token."),
-    click.option("--top-k", type=int, default=0, show_default=True, help="Keep the K best tokens; 0: all."),
+    click.option(
+        "--top-k", type=WholeNumber(), default=0, show_default=True, help="Keep the K best tokens; 0: all."
+    ),
     number_flag("--top-p", 1.0, "Keep the best tokens up to this probability; 1: all."),
     number_flag("--min-p", 0.0, "Drop tokens below this part of the best one's probability; 0: none."),
     number_flag("--repetition-penalty", 1.0, "Weaken tokens of prompt and answer; 1: off."),
@@ -210,7 +215,7 @@ _ANSWER: Final = (
     click.option(
         "-n",
         "--max-tokens",
-        type=int,
+        type=WholeNumber(),
         help="Most tokens of an answer.  [default: up to the end of the context]",
     ),
 )

@@ -22,7 +22,7 @@ else:
     Param = click.ParamType  # not generic before click 8.4
 
 _UNITS: Final = {"": 1, "k": 1024, "m": 1024 * 1024}
-_SIZES: Final = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def _tokens(text: str) -> int:
@@ -74,7 +74,7 @@ class DeviceCap(Param):
         if isinstance(value, tuple):
             return value
         device, _, size = value.rpartition("=")
-        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(KiB|MiB|GiB)?", size)
+        match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)(B|KiB|MiB|GiB)?", size)
         if not device or match is None:
             self.fail(f"{value!r} is no cap; pass a device and MiB as in CUDA0=24576, or CUDA0=24GiB.")
         return device, int(float(match[1]) * _SIZES[match[2] or "MiB"])
@@ -133,6 +133,8 @@ class ModelFile(Param):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path as given."""
+        if value == "":
+            self.fail("'' is empty; name a file.")  # it would be the current folder
         path = Path(value)
         try:
             mode = path.stat().st_mode
@@ -190,6 +192,20 @@ class TokenBias(Param):
         if math.isinf(bias) and "inf" not in value.lower():
             self.fail(f"{value!r} is out of range; pass a smaller number, or inf as in 198=-inf.")
         return token, bias
+
+
+class WholeNumber(Param):
+    """A whole number in decimal digits, which `int` would take from other scripts and with '_' as well."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; its range is checked by the options."""
+        if isinstance(value, int):
+            return value
+        if not re.fullmatch(r"[-+]?[0-9]{1,40}", value):
+            self.fail(f"{value!r} is no whole number; pass one as in 4.")
+        return int(value)
 
 
 class Seed(Param):

@@ -9,6 +9,7 @@ import click
 from dflash_cli.answer import consume, open_engine
 from dflash_cli.flags import JSON, AnswerOptions, answer_options, engine_options, sampling_options
 from dflash_cli.main import INTERRUPTED
+from dflash_cli.params import WholeNumber
 from dflash_cli.prompt import Prompt, PromptSource, prompt_options
 from dflash_cli.ui import ProgressBars, open_stdout, plain, print_json, say, timings_line
 from pyggml_dflash.api import Engine, TextStream
@@ -26,7 +27,7 @@ STORY: Final = "Tell me a story about a shy fox."
 @sampling_options
 @engine_options
 @JSON
-@click.option("--logprobs", type=int, help="With --json: report each token's N best alternatives.")
+@click.option("--logprobs", type=WholeNumber(), help="With --json: report each token's N best alternatives.")
 @click.option("--quiet", is_flag=True, help="No progress, notices and timings on standard error.")
 @click.pass_context
 def run(

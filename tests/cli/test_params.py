@@ -9,7 +9,16 @@ import click
 import pytest
 from click.testing import CliRunner
 from dflash_cli.main import cli
-from dflash_cli.params import ChunkSize, ContextLength, DeviceCap, MaxContext, Seed, TokenBias, TrimInterval
+from dflash_cli.params import (
+    ChunkSize,
+    ContextLength,
+    DeviceCap,
+    MaxContext,
+    Seed,
+    TokenBias,
+    TrimInterval,
+    WholeNumber,
+)
 
 K, M = 1024, 1024 * 1024
 
@@ -36,6 +45,9 @@ K, M = 1024, 1024 * 1024
         (TokenBias(), "198=-5", (198, -5.0)),
         (TokenBias(), "0=1e3", (0, 1000.0)),
         (Seed(), "42", 42),
+        (DeviceCap(), "CPU=7340033B", ("CPU", 7 * M + 1)),
+        (WholeNumber(), "-1", -1),
+        (WholeNumber(), "007", 7),
         (TokenBias(), "7=-inf", (7, float("-inf"))),
     ],
 )
@@ -76,6 +88,13 @@ REFUSED = [
     ("--logit-bias", "1_0=1"),
     ("--logit-bias", "1=1_0"),
     ("--seed", "1_0"),
+    ("--slots", "٣"),
+    ("--device-reserve-mib", "1_0"),
+    ("--threads", " 2"),
+    ("--spec-width", "4.0"),
+    ("--top-k", "²"),
+    ("-n", "9" * 5000),
+    ("--logprobs", "١"),
     ("--seed", "9" * 5000),
     ("--cache-type-k", "q9"),
     ("--flash-attn", "maybe"),
@@ -128,3 +147,12 @@ def test_a_value_out_of_range_is_refused_before_a_model_is_opened(
     assert done.exit_code == 2, done.output
     assert done.output.startswith("dflash: error: ")
     assert message in done.output
+
+
+@pytest.mark.parametrize(
+    "args", [("run", "", "-p", "x"), ("fit", "--draft", ""), ("convert-draft", "", "o.gguf")]
+)
+def test_an_empty_path_is_not_the_current_folder(args: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, args)
+    assert done.exit_code == 2
+    assert "'' is empty; name a file." in done.output

@@ -62,6 +62,7 @@ class Planner:
         start = first_ctx(self.options, self.config)
         if self.is_auto:
             return self.search(start if most is None else min(start, most))
+        self._check_least(start)
         plan = self.plan_at(start)
         fits = plan.fits
         return ContextChoice(
@@ -70,13 +71,17 @@ class Planner:
 
     def search(self, start: int) -> ContextChoice:
         """The largest context up to `start` that fits, whatever was asked for."""
-        least = self.options.min_ctx or 0
-        if least > start:
-            raise UsageError(f"min_ctx is {least}; the largest context to try is {start}")
+        least = self._check_least(start)
         if isinstance(self.options.chunk, int):
             least = max(least, self.options.chunk)
         fit = ContextFit.starting_at(start, n_ctx_train=self.config.n_ctx_train, min_ctx=least)
         return choose_context(fit, self.plan_at)
+
+    def _check_least(self, start: int) -> int:
+        least = self.options.min_ctx or 0
+        if least > start:
+            raise UsageError(f"min_ctx is {least}; the largest context to try is {start}")
+        return least
 
     def settings(self, n_ctx: int, chunk: int | None = None) -> Settings:
         """Choices for a context; without a chunk the smallest useful one, or the one asked for."""

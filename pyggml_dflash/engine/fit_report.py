@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ from pyggml_dflash.plan.chunk import ChunkPlan, DeviceShare
 from pyggml_dflash.plan.context import ContextChoice, Probe
 
 SLOT_COUNTS: Final = (1, 2, 4)
+FOUND: Final = ("model", "max_ctx", "min_ctx", "chunk")  # given otherwise, or what the search is about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,26 +117,27 @@ def make_report(
         spec=spec,
         devices=shown.shares,
         trace=choice.trace,
-        flags=() if plan is None else _flags(options, plan, spec),
+        flags=() if plan is None else _flags(options, plan),
         alternatives=tuple(alternatives),
         seconds=seconds,
     )
 
 
-def _flags(options: EngineOptions, plan: ChunkPlan, spec: str) -> tuple[str, ...]:
+def _flags(options: EngineOptions, plan: ChunkPlan) -> tuple[str, ...]:
     """Command-line flags that open this engine again, without what is the default."""
     found = ["--max-ctx", str(plan.n_ctx), "--chunk", str(plan.chunk)]
-    named: tuple[tuple[str, object], ...] = (
-        ("--cache-type-k", None if options.cache_type_k == "f16" else options.cache_type_k),
-        ("--cache-type-v", None if options.cache_type_v == "f16" else options.cache_type_v),
-        ("--device", options.device),
-        ("--draft", options.draft),
-        ("--draft-causal", None if options.draft_causal == "auto" else options.draft_causal),
-        ("--spec", "mtp" if spec == "mtp" else None),
-        ("--spec-width", None if options.spec_width == "auto" else options.spec_width),
-        ("--slots", options.slots if options.slots > 1 else None),
-    )
-    for flag, value in named:
-        if value is not None:
-            found += [flag, str(value)]
+    for option in fields(options):
+        value = getattr(options, option.name)
+        default = {} if option.name == "device_cap" else option.default
+        if option.name not in FOUND and value != default:
+            found += _flag(option.name, value)
     return tuple(found)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """An option that is not at its default as it is written on the command line."""
+    if isinstance(value, dict):
+        sizes = {device: f"{n}B" if n % 2**20 else f"{n // 2**20}" for device, n in value.items()}
+        return [word for device, size in sizes.items() for word in ("--device-cap", f"{device}={size}")]
+    flag = f"--{name.replace('_', '-')}" if name != "trim_interval" else "--prefill-pool-trim-tokens"
+    return [f"--no-{name}"] if value is False else [flag, str(value)]

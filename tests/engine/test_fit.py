@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import click
 import pytest
+from dflash_cli.flags import engine_options
 
 from pyggml_dflash import ContextFitError, Engine, UsageError, fit_report
 from pyggml_dflash.arch import ARCHITECTURES
@@ -199,6 +201,43 @@ def test_what_auto_finds_is_what_the_flags_open_again() -> None:
         assert (engine.info.n_ctx, engine.info.chunk) == (report.n_ctx, report.chunk)
 
 
+def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Path) -> None:
+    options = EngineOptions(
+        model=QWEN35,
+        max_ctx="auto:700",
+        min_ctx=200,
+        device="CPU",
+        device_cap={"CPU": 64 * 2**20 + 1},
+        device_reserve_mib=1,
+        fit_margin="3%",
+        threads=1,
+        cache_type_k="f32",
+        cache_type_v="bf16",
+        flash_attn="off",
+        repack="off",
+        draft=draft_file("dflash-tiny", tmp_path),
+        draft_causal="all",
+        spec="dflash",
+        spec_width=3,
+        mtp_convention="per-stream",
+        trim_interval=64,
+        nfc=False,
+    )
+    found: list[EngineOptions] = []
+
+    @click.command()
+    @engine_options
+    def opens(engine: EngineOptions) -> None:
+        found.append(engine)
+
+    report = fit_report(options)
+    opens.main([str(QWEN35), *report.flags], standalone_mode=False)
+    default = EngineOptions()
+    at_default = {f.name for f in fields(options) if getattr(options, f.name) == getattr(default, f.name)}
+    assert at_default == {"slots", "chunk"}  # an option that is new belongs above
+    assert found == [replace(options, max_ctx=report.n_ctx, min_ctx=None, chunk=report.chunk)]
+
+
 def test_a_number_that_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(ContextFitError) as raised:
         opened(QWEN35, max_ctx=4096, device_cap=mib(5))
@@ -243,6 +282,18 @@ def test_the_smallest_context_bounds_what_auto_may_choose() -> None:
         opened(QWEN35, max_ctx="auto", min_ctx=found + 1, device_cap=mib(5))
     with pytest.raises(UsageError, match="min_ctx is 5000; the largest context to try is 4096"):
         opened(QWEN35, max_ctx="auto", min_ctx=5000)
+
+
+@pytest.mark.parametrize("max_ctx", [512, None])
+def test_a_context_below_the_smallest_one_asked_for_is_refused(max_ctx: int | None) -> None:
+    with pytest.raises(UsageError, match=f"min_ctx is 4097; the largest context to try is {max_ctx or 4096}"):
+        fit_report(EngineOptions(model=QWEN35, max_ctx=max_ctx, min_ctx=4097, threads=1))
+
+
+@pytest.mark.parametrize("options", ["x", {}, QWEN35, 0])
+def test_a_report_is_made_of_options_only(options: object) -> None:
+    with pytest.raises(UsageError, match=r"options is .*; they must be EngineOptions or None"):
+        fit_report(options)  # type: ignore[arg-type]
 
 
 def test_a_chunk_that_was_asked_for_is_part_of_the_fit() -> None:

@@ -57,7 +57,12 @@ class DflashGroup(click.Group):
         except DflashError as error:
             click.echo(f"dflash: error: {printable(' '.join(str(error).split()))}", err=True)
             ctx.exit(error.exit_code)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RuntimeError) as error:
+            # Before Python 3.12 an interrupt of a class that is being made, as of an import, is wrapped.
+            if not isinstance(error, KeyboardInterrupt) and not isinstance(
+                error.__cause__, KeyboardInterrupt
+            ):
+                raise
             click.echo(err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:

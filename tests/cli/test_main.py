@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
-from dflash_cli.main import COMMANDS, cli
+from dflash_cli.main import COMMANDS, DflashGroup, cli
 
 from tests.cli.dflash_command import PICO, dflash
 
@@ -94,3 +95,26 @@ def test_a_damaged_model_exits_3_in_one_line(tmp_path: Path, n_bytes: int) -> No
     assert (done.code, done.out) == (3, "")
     assert done.err.startswith(f"dflash: error: {path}")
     assert done.err.count("\n") == 1
+
+
+def test_an_interrupt_while_a_class_is_made_exits_130() -> None:
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    class Group(DflashGroup):
+        def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+            type("Half", (), {"field": Interrupted()})
+            return None
+
+    done = CliRunner().invoke(Group(), ["fit"])
+    assert (done.exit_code, done.output) == (130, "\n")
+
+
+def test_another_runtime_error_is_not_taken_for_an_interrupt() -> None:
+    class Group(DflashGroup):
+        def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+            raise RuntimeError("a bug")
+
+    done = CliRunner().invoke(Group(), ["fit"])
+    assert isinstance(done.exception, RuntimeError)

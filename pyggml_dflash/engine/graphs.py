@@ -42,7 +42,7 @@ from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights
-from pyggml_dflash.plan.measure import Build, MemoryProbe
+from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 
 # Of the widest verify and commit graphs, the memory that a plan sets aside; narrower ones share it.
@@ -250,37 +250,28 @@ class Forwards:
     def needs(self, probe: MemoryProbe) -> GraphNeeds:
         """What the forwards of a whole context take, without running one."""
         captures, depths = self.recording is not None, self._depths()
-        chunks = [
-            GraphKey(
-                n_tokens=n,
-                n_kv=n_kv,
-                slot=0,
-                output="last",
-                capture=captures,
-                form=self._form(n_kv - n, n, n_kv),
+
+        def largest(n_tokens: int, depths: Sequence[int]) -> int:
+            return probe.largest(
+                self._to_measure(
+                    GraphKey(n_tokens=n_tokens, n_kv=n, slot=0, output="last", capture=captures, form=form)
+                )
+                for n, form in self._furthest(n_tokens, depths)
             )
-            for n in {self.chunk, min(self.chunk, SHORT_TAIL), 1}
-            for n_kv in (depths if n == 1 else {self.n_ctx})
-        ]
-        decode = probe.largest(self._to_measure(key) for key in chunks if key.n_tokens == 1)
+
+        decode = largest(1, depths)
         kept = 2 * len(self._slots.slots) * decode  # this bucket of cache rows and the one before
         if self.recording is not None:
             kept += self._speculation_needs(probe, self.recording, depths)
-        return GraphNeeds(shared=probe.largest(map(self._to_measure, chunks)), kept=kept)
+        chunks = {min(self.chunk, SHORT_TAIL), *self._most_rows()}
+        shared = max(decode, *(largest(n, (self.n_ctx,)) for n in chunks))
+        return GraphNeeds(shared=shared, kept=kept)
 
-    def _speculation_needs(self, probe: MemoryProbe, recording: Recording, depths: set[int]) -> int:
+    def _speculation_needs(self, probe: MemoryProbe, recording: Recording, depths: Sequence[int]) -> int:
         width, update = recording.max_width, recording.update
         verifies = [
-            GraphKey(
-                n_tokens=width,
-                n_kv=n_kv,
-                slot=0,
-                output="all",
-                update=update,
-                capture=True,
-                form=self._form(n_kv - width, width, n_kv),
-            )
-            for n_kv in depths
+            GraphKey(n_tokens=width, n_kv=n, slot=0, output="all", update=update, capture=True, form=form)
+            for n, form in self._furthest(width, depths)
         ]
         kept = KEPT_VERIFIES * probe.largest(map(self._to_measure, verifies))
         commit = Commit(slot=0, update=update, width=width, n_keep=width)
@@ -288,11 +279,33 @@ class Forwards:
             kept += KEPT_COMMITS * probe.graph(commit, lambda: self._build_commit(commit)[0]).compute
         return kept
 
-    def _depths(self) -> set[int]:
-        """Cache rows at which graphs are largest: at the end, and where attention without flash ends."""
+    def _most_rows(self) -> list[int]:
+        """The most rows of a chunk at the end of the context in each form of a forward."""
+        n_ctx = self.n_ctx
+        return last_of_each_run(lambda n: self._form(n_ctx - n, n, n_ctx), 1, self.chunk + 1)
+
+    def _furthest(self, n_tokens: int, depths: Sequence[int]) -> list[tuple[int, str]]:
+        """Cache rows and form of the furthest forwards of so many rows, up to each depth and in each form.
+
+        Of one form the furthest is the largest, but a form that ends early can be larger than the next.
+        """
+        found, start = [], 0
+        for depth in depths:
+            stop = depth - n_tokens + 1
+            for n_past in last_of_each_run(lambda n: self._form_behind(n, n_tokens), start, stop):
+                n_kv = bucketed(n_past + n_tokens)
+                found.append((n_kv, self._form(n_past, n_tokens, n_kv)))
+            start = stop
+        return found
+
+    def _form_behind(self, n_past: int, n_tokens: int) -> str:
+        return self._form(n_past, n_tokens, bucketed(n_past + n_tokens))
+
+    def _depths(self) -> tuple[int, ...]:
+        """Cache rows where decode graphs are largest: where attention without flash ends, and at the end."""
         plain = self.model.plain_kv
         last_plain = (plain.stop - 1) // BUCKET * BUCKET
-        return {self.n_ctx, *([last_plain] if plain and last_plain < self.n_ctx else [])}
+        return (last_plain, self.n_ctx) if plain and last_plain < self.n_ctx else (self.n_ctx,)
 
     def builder(self, key: GraphKey) -> GraphBuilder:
         """The graph of a forward, as it would be placed; the caller closes it."""

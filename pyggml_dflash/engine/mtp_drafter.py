@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
@@ -26,7 +26,7 @@ from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.weights import LoadedWeights
-from pyggml_dflash.plan.measure import MemoryProbe
+from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 
 INJECT_ROWS: Final = 512
 KEPT_STEPS: Final = 4  # of either kind, in this bucket of cache rows and the one before
@@ -196,23 +196,27 @@ class MtpDrafter:
         return Proposal(tuple(tokens), tuple(distributions) if drawn else None)
 
     def needs(self, probe: MemoryProbe) -> GraphNeeds:
-        """What its graphs take at the end of the context, without running one."""
+        """What its graphs take in a whole context, without running one."""
         n_hidden, n_cells = self._forwards.record["hidden"].shape[1], self._n_cells
         rows = min(INJECT_ROWS, n_hidden - 1)
         inject = probe.graph(("inject", rows), lambda: self._build_inject(0, rows)[0]).compute
-        key = self._step_key(n_cells - 1, n_cells)
-        step = probe.graph(("step", key), lambda: self._build_step(key, True)[0]).compute
+        ends = last_of_each_run(lambda cell: self._step_key(cell).form, 0, n_cells)
+        step = probe.largest(self._to_measure(self._step_key(cell)) for cell in ends)
         n_inject = 1 + -(-n_hidden // INJECT_ROWS)
         return GraphNeeds(kept=KEPT_STEPS * step + n_inject * inject)
 
-    def _step_key(self, cell: int, n_kv: int) -> GraphKey:
+    def _to_measure(self, key: GraphKey) -> tuple[Hashable, Build]:
+        return ("step", key), lambda: self._build_step(key, True)[0]
+
+    def _step_key(self, cell: int) -> GraphKey:
+        n_kv = bucketed(cell + 1)
         return GraphKey(n_tokens=1, n_kv=n_kv, slot=0, output="all", form=self._block.form(cell, 1, n_kv))
 
     def _step(self, token: int, position: int, *, own: bool) -> npt.NDArray[Any]:
         block, mask = self._block, self._inputs["mask"]
         cell = position - block.shift
-        n_kv = bucketed(cell + 1)
-        key = self._step_key(cell, n_kv)
+        key = self._step_key(cell)
+        n_kv = key.n_kv
         self._fill((token,), position, key)
         first_cell = block.first_token - block.shift
         mask.array[:first_cell] = -np.inf

@@ -17,6 +17,22 @@ from pyggml_dflash.ggml.ops import GraphBuilder
 Build = Callable[[], GraphBuilder]
 
 
+def last_of_each_run(kind: Callable[[int], str], start: int, stop: int) -> list[int]:
+    """For each kind that the numbers from `start` below `stop` have, in runs, the last number of its run.
+
+    A kind must not come back once another has followed it.
+    """
+    found = []
+    while start < stop:
+        low, high = start, stop - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if kind(middle) == kind(start) else (low, middle - 1)
+        found.append(low)
+        start = low + 1
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBytes:
     """What one graph takes: compute memory on its device, headers and node list on the host."""

@@ -18,7 +18,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.options import EngineOptions
-from pyggml_dflash.plan.measure import MemoryProbe
+from pyggml_dflash.plan.measure import MemoryProbe, last_of_each_run
 from tests.engine.apart import program
 from tests.reference.opened import OnOff, on_the_cpu
 from tests.sparse import SHAPE_27B, write_sparse
@@ -53,7 +53,7 @@ def made(options: EngineOptions, ledger: Ledger) -> Iterator[tuple[Assembly, Bac
 def with_mtp(options: EngineOptions) -> EngineOptions:
     """The same with drafts, where the model can."""
     assert options.model is not None
-    return replace(options, spec="mtp") if options.model.name.startswith("qwen35") else options
+    return replace(options, spec="mtp") if options.model.name.startswith(("qwen35", "qwen4exp")) else options
 
 
 def keys(parts: Assembly) -> list[GraphKey]:
@@ -147,3 +147,13 @@ def test_a_large_model_is_fitted_without_reading_its_weights(tmp_path: Path) -> 
     assert n_probes <= 11
     assert 2**20 * grown_mib < weights / 20
     assert path.stat().st_blocks == on_disk
+
+
+@pytest.mark.parametrize("text", ["a", "aab", "abc", "aaaaabbc", "abbbbbbbbbbb"])
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_last_of_each_run_is_found(text: str, start: int) -> None:
+    expected = [
+        i for i in range(start, start + len(text)) if text[i - start] != (text[i - start + 1 :] + "-")[0]
+    ]
+    assert last_of_each_run(lambda i: text[i - start], start, start + len(text)) == expected
+    assert last_of_each_run(lambda i: text[i - start], start, start) == []

@@ -1,0 +1,35 @@
+"""Files that tests marked `trained` need and the repository has no room for, named on the command line.
+
+Without them these tests are deselected, which pytest counts, and an error where they were asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pico-next", type=Path, metavar="FILE", help="pico-next-q8_0.gguf, for tests marked trained"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    trained = [item for item in items if item.get_closest_marker("trained")]
+    if not trained or config.getoption("pico_next") is not None:
+        return
+    if "trained" in config.getoption("markexpr"):
+        raise pytest.UsageError("tests marked 'trained' need --pico-next FILE, pico-next-q8_0.gguf")
+    config.hook.pytest_deselected(items=trained)
+    items[:] = [item for item in items if item not in trained]
+
+
+@pytest.fixture(scope="session")
+def pico_next(pytestconfig: pytest.Config) -> Path:
+    """The trained model of the family qwen4exp."""
+    path = pytestconfig.getoption("pico_next")
+    assert isinstance(path, Path)
+    return path

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pyggml_dflash.arch.base import Architecture, MtpBlock
 from pyggml_dflash.arch.dense import LLAMA, QWEN3
-from pyggml_dflash.arch.mtp import Qwen35MtpBlock
+from pyggml_dflash.arch.mtp import Qwen35MtpBlock, read_side_block
 from pyggml_dflash.arch.qwen4exp import Qwen4ExpArchitecture
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
 from pyggml_dflash.arch.qwen4exp.mtp import StreamMtpBlock
+from pyggml_dflash.arch.qwen4exp.mtp_file import read_side_streams
 from pyggml_dflash.arch.qwen35 import Qwen35Architecture
 from pyggml_dflash.errors import UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.options import MtpConvention
 
@@ -27,6 +29,13 @@ def mtp_block_of(config: ModelConfig, convention: MtpConvention = "all-streams")
     if isinstance(config, Qwen4ExpConfig):
         return StreamMtpBlock(config, convention)
     return Qwen35MtpBlock(config)
+
+
+def with_side_block(file: TensorFile, config: ModelConfig, n_tokens: int) -> ModelConfig:
+    """A target's configuration with the MTP block of a file of its own; see `mtp.read_side_block`."""
+    if isinstance(config, Qwen4ExpConfig):
+        return read_side_streams(file, config, n_tokens)
+    return read_side_block(file, config, n_tokens)
 
 
 def architecture_of(file: GgufFile) -> tuple[str, Architecture]:

@@ -16,6 +16,7 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec
 
@@ -202,7 +203,7 @@ class MtpBlock(Protocol):
     def shift(self) -> int:
         """The pair of the token at position p stands at position and in cache row p - shift."""
 
-    def tensors(self, file: GgufFile) -> list[TensorSpec]:
+    def tensors(self, file: TensorFile) -> list[TensorSpec]:
         """Its tensors, beyond those of the trunk."""
 
     def state(self, n_cells: int, type_k: ElementType, type_v: ElementType) -> tuple[StateTensor, ...]:

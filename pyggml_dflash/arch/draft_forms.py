@@ -11,6 +11,8 @@ from typing import Literal
 
 from pyggml_dflash.arch.dflash_folder import open_draft_folder
 from pyggml_dflash.arch.dflash_older import OLDER_ARCHITECTURES, open_older_draft
+from pyggml_dflash.arch.qwen4exp import Qwen4ExpArchitecture
+from pyggml_dflash.arch.qwen4exp.mtp_file import with_names_of_today
 from pyggml_dflash.arch.qwen35 import Qwen35Architecture
 from pyggml_dflash.errors import ModelFileError, UnsupportedModelError
 from pyggml_dflash.ggml.gguf import GgufFile
@@ -28,8 +30,10 @@ def open_draft(path: Path) -> TensorFile:
             f"{path} is part of a published draft; name the folder that holds its config.json"
         )
     file = GgufFile.open(path)
-    older = file.get_str("general.architecture") in OLDER_ARCHITECTURES
-    return open_older_draft(file) if older else file
+    name = file.get_str("general.architecture")
+    if name in Qwen4ExpArchitecture().names:
+        return with_names_of_today(file)
+    return open_older_draft(file) if name in OLDER_ARCHITECTURES else file
 
 
 def draft_kind(file: TensorFile) -> DraftKind:
@@ -37,10 +41,11 @@ def draft_kind(file: TensorFile) -> DraftKind:
     name = file.get_str("general.architecture")
     if name == "dflash":
         return "dflash"
-    families = Qwen35Architecture().names
+    families = (*Qwen35Architecture().names, *Qwen4ExpArchitecture().names)
     n_mtp: int = file.get_int(f"{name}.nextn_predict_layers", 0)
     if name in families and n_mtp:
         return "mtp"
     why = "has no MTP block" if name in families else "is no draft"
-    known = f"dflash, {', '.join(OLDER_ARCHITECTURES)}, and {' or '.join(families)} with an MTP block"
+    *others, last = families
+    known = f"dflash, {', '.join(OLDER_ARCHITECTURES)}, and {', '.join(others)} or {last} with an MTP block"
     raise UnsupportedModelError(f"{file.path}: architecture {name!r} {why}; known drafts: {known}")

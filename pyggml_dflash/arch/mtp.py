@@ -42,39 +42,49 @@ def mtp_tensors(config: ModelConfig, file: TensorFile) -> list[TensorSpec]:
     ]
 
 
+def check_side(r: ConfigReader, what: str, own: object, wanted: object) -> None:
+    """Raise if the file of an MTP block says otherwise than the target it is to go with."""
+    if own != wanted:
+        raise r.unsupported(
+            f"this MTP block is for another target: its {what} is {own}, the target's {wanted}"
+        )
+
+
+def check_side_block(r: ConfigReader, target: ModelConfig, n_tokens: int) -> None:
+    """The checks on the file of an MTP block that every family has; see `read_side_block`."""
+    file = r.file
+    check_side(r, "architecture", r.architecture, target.architecture)
+    n_mtp = r.count("nextn_predict_layers", high=16)
+    if n_mtp > 1:
+        raise r.unsupported(f"{n_mtp} MTP blocks; one is supported")
+    n_before = r.count("block_count", high=1024) - n_mtp
+    check_side(r, "number of layers before it", n_before, target.n_layer)
+    check_side(r, "width", r.count("embedding_length", high=2**20), target.n_embd)
+    check_side(r, "rotary positions", r.rope(target.head_dim, "halves"), target.rope)
+    own_eps = r.number("attention.layer_norm_rms_epsilon", high=1.0)
+    check_side(r, "norm epsilon", own_eps, target.norm_eps)
+    own_tokens = len(file.get_strs("tokenizer.ggml.tokens", [])) or n_tokens
+    check_side(r, "vocabulary", own_tokens, n_tokens)
+    table = file.tensors.get(EMBEDDING)  # a copy that some tools add, in whatever type
+    if table is not None:
+        check_side(r, "embedding table", list(table.shape), [target.n_embd, target.n_vocab])
+
+
 def read_side_block(file: TensorFile, target: ModelConfig, n_tokens: int) -> ModelConfig:
     """The target's configuration, with the MTP block that `file` brings, checked to be made for it.
 
     The file may be one that holds only the block, or a whole model with the block. Its own copies of the
     target's embedding table, last norm and head are not used. `n_tokens`: tokens of the target's tokenizer.
     """
-    name = file.get_str("general.architecture")
-    r = ConfigReader(file, name)
-
-    def check(what: str, own: object, wanted: object) -> None:
-        if own != wanted:
-            raise r.unsupported(
-                f"this MTP block is for another target: its {what} is {own}, the target's {wanted}"
-            )
-
-    check("architecture", name, target.architecture)
-    n_mtp = r.count("nextn_predict_layers", high=16)
-    if n_mtp > 1:
-        raise r.unsupported(f"{n_mtp} MTP blocks; one is supported")
-    check("number of layers before it", r.count("block_count", high=1024) - n_mtp, target.n_layer)
-    check("width", r.count("embedding_length", high=2**20), target.n_embd)
-    check("heads, KV heads and head size", r.heads(), (target.n_head, target.n_head_kv, target.head_dim))
+    r = ConfigReader(file, file.get_str("general.architecture"))
+    check_side_block(r, target, n_tokens)
+    own_heads, heads = r.heads(), (target.n_head, target.n_head_kv, target.head_dim)
+    check_side(r, "heads, KV heads and head size", own_heads, heads)
     if target.moe is None:
-        check("feed-forward width", r.count("feed_forward_length"), target.n_ff)
+        check_side(r, "feed-forward width", r.count("feed_forward_length"), target.n_ff)
     else:
-        check("set of experts", moe_config(r), target.moe)
-    check("rotary positions", r.rope(target.head_dim, "halves"), target.rope)
-    check("norm epsilon", r.number("attention.layer_norm_rms_epsilon", high=1.0), target.norm_eps)
-    check("vocabulary", len(file.get_strs("tokenizer.ggml.tokens", [])) or n_tokens, n_tokens)
-    table = file.tensors.get(EMBEDDING)  # a copy that some tools add, in whatever type
-    if table is not None:
-        check("embedding table", list(table.shape), [target.n_embd, target.n_vocab])
-    return replace(target, n_mtp=n_mtp)
+        check_side(r, "set of experts", moe_config(r), target.moe)
+    return replace(target, n_mtp=1)
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from pyggml_dflash.arch import mtp_block_of
+from pyggml_dflash.arch import mtp_block_of, with_side_block
 from pyggml_dflash.arch.base import Architecture, Capture, MtpBlock, StateUpdate
 from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_draft_config
 from pyggml_dflash.arch.draft_forms import DraftKind, draft_kind, open_draft
-from pyggml_dflash.arch.mtp import mtp_tensors, read_side_block
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.graph_cache import Relieve
@@ -115,9 +114,9 @@ def _plan_mtp(
     width = MTP_DRAFTS + 1 if options.spec_width == "auto" else options.spec_width
     plan = SpeculationPlan(kind="mtp", max_width=width, capture=Capture(hidden=True))
     if own is not None:
-        beside = read_side_block(own, config, len(file.get_strs("tokenizer.ggml.tokens")))
-        tensors = check_tensors(own, mtp_tensors(beside, own))
-        return replace(plan, file=own, tensors=tensors, block=mtp_block_of(beside, options.mtp_convention))
+        beside = with_side_block(own, config, len(file.get_strs("tokenizer.ggml.tokens")))
+        block = mtp_block_of(beside, options.mtp_convention)
+        return replace(plan, file=own, tensors=check_tensors(own, block.tensors(own)), block=block)
     if config.n_mtp == 0:
         raise UsageError(
             f"spec is 'mtp'; {file.path} has no MTP block: use 'auto' or 'off', or name its file as draft"

@@ -14,14 +14,15 @@ from pyggml_dflash import Engine, EngineOptions
 from pyggml_dflash.engine.drafter_loader import make_drafter, plan_speculation
 from pyggml_dflash.engine.mtp_drafter import MtpDrafter
 from pyggml_dflash.errors import ModelFileError, UnsupportedModelError, UsageError
-from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.ggml.gguf import GgufFile, TensorInfo
 from pyggml_dflash.ggml.gguf_writer import GgufWriter
 from tests.drafts.drafted import MAX_WIDTH, Drafted, arrays, draft_file, open_target
+from tests.engine.hostile import Array, NewTensor, edited
 from tests.reference.stored import model_file
 from tests.tiny import Tiny, write_tiny
 
 EXACT = 3e-3  # of logits with a standard deviation of 4; 2e-4 was measured
-MODELS = ("qwen35-tiny", "qwen35moe-tiny")
+MODELS = ("qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
 
 
 def part(
@@ -30,9 +31,13 @@ def part(
     *,
     block: bool,
     copies: tuple[str, ...] = (),
+    names: Mapping[str, str] | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A model's trunk, or its MTP block with copies of tensors of the trunk, as a file."""
+    """A model's trunk, or its MTP block with copies of tensors of the trunk, as a file.
+
+    `names`: what tensors are called instead.
+    """
     writer = GgufWriter()
     with GgufFile.open(source) as file:
         name = file.get_str("general.architecture")
@@ -43,6 +48,9 @@ def part(
             listed = f"{name}.attention.recurrent_layers"
             if listed in file.metadata:
                 changed[listed] = file.get_bools(listed, n=n_all)[:n_trunk]
+            listed = f"{name}.attention.compress_ratios"
+            if listed in file.metadata:
+                changed[listed] = file.get_ints(listed, n=n_all)[:n_trunk]
         writer.copy_metadata(file, without=set(changed))
         for key, value in changed.items():
             if value is not None:
@@ -50,7 +58,9 @@ def part(
         for t in file.tensors.values():
             inside = t.name.startswith(f"blk.{n_trunk}.")
             if inside == block or (block and t.name in copies):
-                writer.add_raw(t.name, file.data(t).copy(), shape=t.shape, element=t.type)
+                writer.add_raw(
+                    (names or {}).get(t.name, t.name), file.data(t).copy(), shape=t.shape, element=t.type
+                )
         writer.write(path)
     return path
 
@@ -81,6 +91,7 @@ def with_block(trunk: Path, block: Path) -> Iterator[Drafted]:
         cache_type_v="f32",
         repack="off",
         device="CPU",
+        mtp_convention="per-stream",  # the stored numbers of qwen4exp are such
     )
     with ExitStack() as stack:
         target = stack.enter_context(open_target(trunk))
@@ -115,31 +126,44 @@ def test_logits_and_chains_are_the_stored_ones(folder: Path, name: str) -> None:
             np.testing.assert_allclose(logits, z["m_chain_logits"][i], rtol=0, atol=EXACT)
 
 
-COPIES = ("token_embd.weight", "output_norm.weight", "output.weight")
+COPIES = ("token_embd.weight", "output_norm.weight", "output_hc_norm.weight", "output.weight")
+EARLY_NAMES = {
+    "blk.8.nextn.hc_head_norm.weight": "blk.8.nextn.shared_head_norm.weight",
+    "blk.8.nextn.hc_head_down.weight": "output_hc_down.weight",
+    "blk.8.nextn.hc_head_up.weight": "output_hc_up.weight",
+}
+FORMS = [
+    *(("qwen35-tiny", form) for form in ("block", "block-and-copies", "whole-model")),
+    *(("qwen4exp-tiny", form) for form in ("block", "block-and-copies", "whole-model", "early-names")),
+]
 
 
-@pytest.mark.parametrize("form", ["block", "block-and-copies", "whole-model"])
-def test_tokens_and_acceptance_are_those_of_the_block_inside(folder: Path, tmp_path: Path, form: str) -> None:
-    source = model_file("qwen35-tiny", "F32", folder)
-    trunk, block = parts("qwen35-tiny", folder)
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_tokens_and_acceptance_are_those_of_the_block_inside(
+    folder: Path, tmp_path: Path, name: str, form: str
+) -> None:
+    source = model_file(name, "F32", folder)
+    trunk, block = parts(name, folder)
     if form == "block-and-copies":
         block = part(source, tmp_path / "block.gguf", block=True, copies=COPIES)
+    elif form == "early-names":
+        block = part(source, tmp_path / "block.gguf", block=True, copies=COPIES, names=EARLY_NAMES)
     elif form == "whole-model":
         block = source
     results = [
-        generated(model=source, spec="off"),
-        generated(model=source, spec="mtp", spec_width=4),
-        generated(model=trunk, draft=block, spec_width=4),
-        generated(model=trunk, draft=block, spec="mtp", spec_width=4),
+        generated(name, model=source, spec="off"),
+        generated(name, model=source, spec="mtp", spec_width=4),
+        generated(name, model=trunk, draft=block, spec_width=4),
+        generated(name, model=trunk, draft=block, spec="mtp", spec_width=4),
     ]
     assert len({tokens for tokens, _ in results}) == 1
     assert results[0][1] == "off"
     assert len({stats for _, stats in results[1:]}) == 1
 
 
-def generated(**options: Any) -> tuple[tuple[int, ...], Any]:
+def generated(name: str, **options: Any) -> tuple[tuple[int, ...], Any]:
     """Tokens of a greedy answer, and what drafting did."""
-    prompt = arrays("qwen35-tiny")["p5_tokens"].tolist()
+    prompt = arrays(name)["p5_tokens"].tolist()
     with Engine(EngineOptions(device="CPU", threads=1, max_ctx=512, **options)) as engine:
         result = engine.generate(prompt, max_tokens=40, ignore_eos=True)
         assert engine.info.spec == ("off" if options.get("spec") == "off" else "mtp")
@@ -191,6 +215,49 @@ def test_a_block_with_other_experts_is_refused(tiny: Path) -> None:
         Engine(EngineOptions(model=trunk, draft=block, device="CPU"))
 
 
+STREAMS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"n_head": 8}, "its qwen4exp.attention.head_count is 8, the target's 4"),
+    ({"n_stream": 2}, "its qwen4exp.hyper_connection.count is 2, the target's 4"),
+    ({"low_rank": 8}, "its qwen4exp.hyper_connection.low_rank is 8, the target's 12"),
+    ({"index_heads": 2}, "its qwen4exp.attention.indexer.head_count is 2, the target's 3"),
+    ({"budget": 64}, "its qwen4exp.attention.indexer.top_k is 64, the target's 32"),
+    ({"ratio": 8}, "its compress ratio is 8, the target's 4"),
+    ({"n_expert": 8}, "its set of experts is"),
+    ({"n_layer": 6}, "its number of layers before it is 6, the target's 4"),
+    ({"architecture": "qwen35"}, "its architecture is qwen35, the target's qwen4exp"),
+)
+
+
+@pytest.mark.parametrize(("other", "reason"), STREAMS, ids=[next(iter(o[0])) for o in STREAMS])
+def test_a_block_over_streams_for_another_target_is_refused(
+    tiny: Path, other: dict[str, Any], reason: str
+) -> None:
+    trunk = alike(tiny, "streams", architecture="qwen4exp")
+    block = alike(tiny, "streams-" + "-".join(other), **{"architecture": "qwen4exp", "n_mtp": 1, **other})
+    with pytest.raises(UnsupportedModelError, match="this MTP block is for another target") as caught:
+        Engine(EngineOptions(model=trunk, draft=block, device="CPU"))
+    assert reason in str(caught.value)
+
+
+def test_early_names_are_used_in_messages(folder: Path, tmp_path: Path) -> None:
+    source = model_file("qwen4exp-tiny", "F32", folder)
+    names = dict(EARLY_NAMES)
+    block = part(source, tmp_path / "block.gguf", block=True, names=names)
+    edited(block, tmp_path / "bad.gguf", tensors=cut_early_mixer)
+    with pytest.raises(ModelFileError, match=r"tensor 'output_hc_up\.weight' has shape"):
+        Engine(
+            EngineOptions(model=parts("qwen4exp-tiny", folder)[0], draft=tmp_path / "bad.gguf", device="CPU")
+        )
+
+
+def cut_early_mixer(t: TensorInfo, data: Array) -> NewTensor:
+    """One row of the last mixer is missing."""
+    if t.name != "output_hc_up.weight":
+        return t.type, t.shape, data
+    n, rows = t.shape[0], t.shape[1] - 1
+    return t.type, (n, rows), data[: t.type.row_bytes(n) * rows]
+
+
 def test_two_blocks_are_refused(tiny: Path) -> None:
     block = alike(tiny, "two", n_mtp=2)
     with pytest.raises(UnsupportedModelError, match="2 MTP blocks; one is supported"):
@@ -221,7 +288,8 @@ def test_a_kind_of_draft_that_was_not_asked_for_is_refused(folder: Path) -> None
         assert text in str(caught.value)
 
 
-def test_a_block_cannot_run_as_a_model(folder: Path) -> None:
-    _, block = parts("qwen35-tiny", folder)
+@pytest.mark.parametrize("name", ["qwen35-tiny", "qwen4exp-tiny"])
+def test_a_block_cannot_run_as_a_model(folder: Path, name: str) -> None:
+    _, block = parts(name, folder)
     with pytest.raises(UnsupportedModelError, match="it goes beside its target, as a draft"):
         Engine(EngineOptions(model=block, device="CPU"))

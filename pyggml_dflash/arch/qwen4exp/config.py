@@ -92,7 +92,7 @@ def read_config(file: GgufFile, name: str) -> Qwen4ExpConfig:
         rope=rope,
         recurrent=recurrent,
         delta_net=delta_net_config(r),
-        moe=_moe(r, n_layer, n_all),
+        moe=moe_config(r, n_layer, n_all),
         n_stream=n_stream,
         low_rank=low_rank,
         indexer=_indexer(r, ratios, rope.n_dims),
@@ -119,10 +119,12 @@ def _check_trunk(r: ConfigReader, n_layer: int) -> None:
     if any(name.startswith("blk.0.") for name in r.file.tensors):
         return
     if any(name.startswith(f"blk.{n_layer}.") for name in r.file.tensors):
-        raise r.unsupported("this file holds only an MTP block; it goes beside its target, not in its place")
+        raise r.unsupported(
+            "this file holds only an MTP block; it goes beside its target, as a draft, not in its place"
+        )
 
 
-def _layer_ints(r: ConfigReader, name: str, n_layer: int, n_all: int) -> list[int]:
+def layer_ints(r: ConfigReader, name: str, n_layer: int, n_all: int) -> list[int]:
     """A number per layer; files give it once, for the trunk, or for the MTP layers too."""
     listed = r.file.metadata.get(r.key(name))
     n = n_layer if isinstance(listed, Sized) and len(listed) == n_layer else n_all
@@ -133,7 +135,7 @@ def layer_count(
     r: ConfigReader, name: str, layers: Iterable[int], n_layer: int, n_all: int, *, high: int
 ) -> int:
     """A count that is the same for all of `layers`; what a list says of other layers does not matter."""
-    values = _layer_ints(r, name, n_layer, n_all)
+    values = layer_ints(r, name, n_layer, n_all)
     found = sorted({values[i] for i in layers} or set(values))
     if len(found) > 1:
         raise r.unsupported(f"{r.key(name)} differs between layers: {found}; one value is supported")
@@ -150,7 +152,8 @@ def _head_dim(r: ConfigReader, n_head: int, n_head_kv: int, n_embd: int) -> int:
     return head_dim
 
 
-def _moe(r: ConfigReader, n_layer: int, n_all: int) -> MoeConfig:
+def moe_config(r: ConfigReader, n_layer: int, n_all: int) -> MoeConfig:
+    """The experts."""
     n_expert = r.count("expert_count", high=65536)
     return MoeConfig(
         n_expert=n_expert,
@@ -166,7 +169,7 @@ def _ratios(r: ConfigReader, n_layer: int, n_all: int) -> tuple[int, ...]:
     name = "attention.compress_ratios"
     if not r.has(name):
         return (0,) * n_all
-    values = _layer_ints(r, name, n_layer, n_all)
+    values = layer_ints(r, name, n_layer, n_all)
     r.demand(min(values) >= 0, f"{r.key(name)} has {min(values)}; expected 0 or a number of tokens")
     used = sorted(set(values) - {0})
     if len(used) > 1:

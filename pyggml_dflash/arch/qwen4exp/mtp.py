@@ -26,9 +26,9 @@ from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, SparseLayer, index_sta
 from pyggml_dflash.arch.qwen4exp.streams import Mixed, mix, mixer_specs, mixer_weights, stream_vector
 from pyggml_dflash.arch.qwen4exp.trunk import attention, form_of, index_step, layer_end, layer_specs
 from pyggml_dflash.ggml.element import ElementType
-from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.weights import EMBEDDING, LoadedWeights, TensorSpec, matrix, vector
 from pyggml_dflash.options import MtpConvention
 
@@ -58,7 +58,7 @@ class StreamMtpBlock:
     def _is_sparse(self) -> bool:
         return self.config.ratios[self._layer] > 0
 
-    def tensors(self, file: GgufFile) -> list[TensorSpec]:
+    def tensors(self, file: TensorFile) -> list[TensorSpec]:
         """See `MtpBlock.tensors`; table and head are the trunk's."""
         c, p = self.config, f"blk.{self._layer}."
         return [

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pyggml_dflash.arch.base import Step
 from pyggml_dflash.arch.blocks import norm
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
-from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.weights import BlockWeights, LoadedWeights, TensorSpec, matrix, vector
 
 
-def stream_vector(file: GgufFile, name: str, config: Qwen4ExpConfig) -> TensorSpec:
+def stream_vector(file: TensorFile, name: str, config: Qwen4ExpConfig) -> TensorSpec:
     """A vector for all streams, flat or with a dimension for them: files have both."""
     found = file.tensors.get(name)
     if found is not None and found.shape == (config.n_embd, config.n_stream):
@@ -28,7 +28,7 @@ def stream_vector(file: GgufFile, name: str, config: Qwen4ExpConfig) -> TensorSp
 
 
 def mixer_specs(
-    file: GgufFile, prefix: str, config: Qwen4ExpConfig, *, inject: bool = True
+    file: TensorFile, prefix: str, config: Qwen4ExpConfig, *, inject: bool = True
 ) -> list[TensorSpec]:
     """The tensors of a mixer; the last one of a model has nothing to feed back and no `inject`."""
     wide = config.hidden_width

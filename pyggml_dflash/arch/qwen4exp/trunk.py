@@ -11,9 +11,9 @@ from pyggml_dflash.arch.qwen4exp.ple import PleScan, ple, slot_history
 from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, IndexStep, SparseLayer
 from pyggml_dflash.arch.qwen4exp.streams import Mixed, feed_back, mix, mixer_specs, mixer_weights, spread
 from pyggml_dflash.arch.qwen35 import attention_specs, expert_specs, gated_attention
-from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, matrix, vector
 
 NGRAM_ROWS = "ngram.rows"  # input: the rows of the n-gram table, F32 [width, n_tokens]
@@ -49,7 +49,7 @@ def build_trunk(
     return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
 
 
-def layer_specs(file: GgufFile, layer: int, config: Qwen4ExpConfig, *, recurrent: bool) -> list[TensorSpec]:
+def layer_specs(file: TensorFile, layer: int, config: Qwen4ExpConfig, *, recurrent: bool) -> list[TensorSpec]:
     """The tensors of one layer but for those of the n-grams."""
     prefix, indexer = f"blk.{layer}.", config.indexer
     mixer = delta_specs(prefix, config) if recurrent else attention_specs(file, prefix, config)

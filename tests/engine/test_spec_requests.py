@@ -9,10 +9,10 @@ import pytest
 from pyggml_dflash import Engine, GenerationResult, SamplingOptions, UsageError
 from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.options import Spec
-from tests.engine.test_shipped_model import END, NEAR_TIE, stories
 from tests.engine.tiny import LLAMA, opened, prompt
+from tests.reference.stories import END, NEAR_TIE, stories
 
-STORIES = stories()
+STORIES = stories("reference.json")
 
 
 @pytest.fixture(scope="module")

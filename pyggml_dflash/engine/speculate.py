@@ -213,16 +213,27 @@ class Speculation:
         counters.verify_s += t2 - t1
         counters.rollback_s += t3 - t2
         ended = run[-1].token in self._ends  # what was drafted behind it was not looked at
-        counters.add(len(rows), n_keep - 1 if ended else len(proposal.tokens), n_keep - 1)
-        new = self._forwards.built.n > built
-        self._observe(len(rows), n_keep - 1, t4 - t0, n_past, built=new, extra_s=t0 - start)
+        n_judged = n_keep - 1 if ended else len(proposal.tokens)
+        counters.add(len(rows), n_judged, n_keep - 1)
+        new, late_s = self._forwards.built.n > built, t0 - start
+        self._observe(len(rows), n_keep - 1, t4 - t0, n_past, n_judged=n_judged, built=new, extra_s=late_s)
         return run
 
     def _observe(
-        self, width: int, accepted: int, seconds: float, n_past: int, *, built: bool, extra_s: float = 0.0
+        self,
+        width: int,
+        accepted: int,
+        seconds: float,
+        n_past: int,
+        *,
+        n_judged: int | None = None,
+        built: bool,
+        extra_s: float = 0.0,
     ) -> None:
         if self._fixed is None:
-            self._control.observe(width, accepted, seconds, n_past, built=built, extra_s=extra_s)
+            self._control.observe(
+                width, accepted, seconds, n_past, n_judged=n_judged, built=built, extra_s=extra_s
+            )
 
     def _accept(self, logits: Logits, proposal: Proposal) -> list[Chosen]:
         if not self._draws:

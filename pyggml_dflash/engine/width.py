@@ -176,7 +176,10 @@ class Outlook:
         """Rate over that of plain decoding."""
         return self.tokens / self.cost
 
-    def __str__(self) -> str:
+    def refusal(self, owed: float) -> str:
+        """Why it was not taken, where `owed` plain steps were lost before."""
+        if self.gain > 1:
+            return f"drafts lost {max(owed, 0):.1f} plain steps that are not yet made up for"
         return f"{self.width} rows cost {self.cost:.1f} plain steps and give {self.tokens:.1f} tokens"
 
 
@@ -206,7 +209,7 @@ class VerifyWidth:
     @property
     def why_plain(self) -> str | None:
         """Why the last step was plain; None if it was not, or not by choice."""
-        return None if self._why is None else str(self._why)
+        return None if self._why is None else self._why.refusal(self._debt)
 
     def begin(self) -> None:
         """Another text begins."""
@@ -246,13 +249,15 @@ class VerifyWidth:
         seconds: float,
         n_past: int,
         *,
+        n_judged: int | None = None,
         built: bool = False,
         extra_s: float = 0.0,
     ) -> None:
         """A step of `width` rows behind `n_past` tokens took `seconds`; its first `accepted` drafts held.
 
-        `built`: it built graphs, which the next one will not. `extra_s`: what the drafter needed before it,
-        to catch up with plain steps.
+        `n_judged`: drafts that were looked at, where the answer ended before the others. `built`: it built
+        graphs, which the next one will not. `extra_s`: what the drafter needed before it, to catch up with
+        plain steps.
         """
         if width == 1:
             if not built:
@@ -262,7 +267,7 @@ class VerifyWidth:
             return
         self._since_plain += 1
         self._outlooks.clear()
-        self._acceptance.observe(width - 1, accepted)
+        self._acceptance.observe(width - 1 if n_judged is None else n_judged, accepted)
         lost = self._charge(width, seconds, extra_s, n_past, built) - (1 + accepted)
         self._debt = max(-MOST_CREDIT, self._debt + lost)
         if not self._trying:

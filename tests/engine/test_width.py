@@ -371,3 +371,24 @@ def test_widths_are_few() -> None:
     for most in (2, 3, 7, 8, 16):
         control = VerifyWidth(most, {1: 1.0, **{w: 1.0 + w / 100 for w in range(2, 17)}})
         assert control.choose(100, 0) == most
+
+
+def test_the_end_of_an_answer_is_not_held_against_the_drafts() -> None:
+    control = VerifyWidth(8, {1: 1.0, 8: 2.0})
+    for _ in range(30):
+        assert control.choose(8, 0) > 4
+        control.observe(8, 2, 2.0, 0, n_judged=2)
+    assert control.gave_up == 0
+
+
+def test_a_reason_for_plain_steps_never_says_that_drafts_pay() -> None:
+    """Drafts that held before do not, at a cost above the mean: what is expected still looks good."""
+    control = VerifyWidth(8, {1: 1.0, 8: 2.0})
+    for _ in range(3):
+        control.observe(8, 7, 2.0, 0)
+    while control.choose(8, 0) == 8:
+        control.observe(8, 0, 6.0, 0)
+    assert control.why_plain == "drafts lost 5.0 plain steps that are not yet made up for"
+    while control.choose(8, 0) == 1:
+        control.observe(1, 0, 1.0, 0)
+    assert control.why_plain is None

@@ -99,7 +99,6 @@ class Inputs:
         self.rows, self.mask = self._arena["rows"], self._arena["mask"]
         self._extra = {name: self._arena[name] for name in extra}
         self._extra_arrays = {name: x.array for name, x in self._extra.items()}
-        self.mask.array[:] = -np.inf
         n_triangle = 0 if ledger.dry else max_rows
         self._triangle = np.triu(np.full((n_triangle, n_triangle), -np.inf, np.float16), 1)
         self._n_embd, self._embedded = config.n_embd, embedded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -85,7 +87,9 @@ class TensorArena:
     def allocate(self, *, zero: bool = False) -> None:
         """Give every declared tensor memory; raises `DeviceMemoryError` and leaves nothing behind.
 
-        With a dry ledger the tensors get a buffer of no bytes: graphs over them can be built and measured.
+        Zeros of a host device become resident when they are first touched, so a long context costs memory as
+        it fills. With a dry ledger the tensors get a buffer of no bytes: graphs over them can be built and
+        measured.
         """
         wanted = self.measure()
         device = self.backend.name
@@ -95,16 +99,38 @@ class TensorArena:
             self._stand_in()
             self.n_bytes = wanted
             return
-        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._context.ptr, self._buffer_type)
-        if buffer == ffi.NULL:
+        on_host = lib.ggml_backend_buft_is_host(self._buffer_type)
+        try:
+            if zero and on_host and self.backend.is_host:
+                self._take_pages(wanted)
+            else:
+                self._take_buffer(zero)
+        except MemoryError:
             charge.release()
             free = self._ledger.free(device, self.backend.memory_free())
-            raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device)
+            raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device) from None
         self._stack.callback(charge.release)
-        self._stack.callback(Buffer(buffer, self._context).close)
         self.n_bytes = wanted
+
+    def _take_buffer(self, zero: bool) -> None:
+        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._context.ptr, self._buffer_type)
+        if buffer == ffi.NULL:
+            raise MemoryError
+        self._stack.callback(Buffer(buffer, self._context).close)
         if zero:
             lib.ggml_backend_buffer_clear(buffer, 0)
+
+    def _take_pages(self, n_bytes: int) -> None:
+        """Lay the tensors into fresh pages of the system's, which it hands out as zeros."""
+        memory = _zero_pages(max(1, n_bytes))
+        self._stack.callback(memory.close)
+        base = ffi.from_buffer(memory)
+        self._stack.callback(ffi.release, base)
+        buffer = Buffer(lib.ggml_backend_cpu_buffer_from_ptr(base, len(memory)), self._context, memory)
+        self._stack.callback(buffer.close)
+        layout = ffi.new("struct ggml_tallocr *", lib.ggml_tallocr_new(buffer.ptr))
+        for tensor in self._declared:
+            check(lib.ggml_tallocr_alloc(layout, tensor.ptr), f"placing {self.label}")
 
     def _stand_in(self) -> None:
         """Tell ggml that the tensors lie in a buffer of this type, so that no graph allocates them."""
@@ -117,6 +143,16 @@ class TensorArena:
         """Free the tensors; a second call does nothing."""
         self._declared.clear()
         self._stack.close()
+
+
+def _zero_pages(n_bytes: int) -> mmap.mmap:
+    """Private memory of zeros; raises `MemoryError`."""
+    try:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, n_bytes)
+        return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError from error
 
 
 class MappedArena:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,25 @@ def test_numbers_come_back_in_numpys_order(arena: TensorArena) -> None:
             read_bytes(tensor, values.itemsize, 2 * values.itemsize)
             == values.tobytes()[values.itemsize : 3 * values.itemsize]
         )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for resident pages")
+def test_zeros_become_resident_when_they_are_touched(arena: TensorArena) -> None:
+    tensor = arena.declare("x", ElementType.F32, 1024, 64 * 1024)  # 256 MiB
+    before = resident_pages()
+    arena.allocate(zero=True)
+    fresh = resident_pages() - before
+    assert arena.n_bytes >= tensor.n_bytes
+    assert fresh * mmap.PAGESIZE < tensor.n_bytes // 50
+    view = host_view(tensor).reshape(-1)
+    view[: len(view) // 4] = 1
+    assert resident_pages() - before >= tensor.n_bytes // 4 // mmap.PAGESIZE
+    assert not view[len(view) // 4 :].any()
+
+
+def resident_pages() -> int:
+    """Pages of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def test_a_view_of_host_memory_is_the_tensor_itself(arena: TensorArena) -> None:

@@ -95,8 +95,9 @@ _ENGINE: Final = (
     click.option(
         "--max-ctx",
         type=MaxContext(),
-        help="Context in tokens, also as 32k or 1m; 'auto': the largest that fits, 'auto:N' up to N."
-        "  [default: the trained one, at most 8192]",
+        default="auto",
+        show_default=True,
+        help="Context in tokens, also as 32k or 1m; 'auto': the largest that fits, 'auto:N' up to N.",
     ),
     click.option(
         "--min-ctx",

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Final
 
-from pyggml_dflash.engine.assembly import Blueprint, KeptBytes, Settings, assemble, first_ctx, settle
+from pyggml_dflash.engine.assembly import (
+    DEFAULT_MAX_CTX,
+    Blueprint,
+    KeptBytes,
+    Settings,
+    assemble,
+    first_ctx,
+    settle,
+)
 from pyggml_dflash.errors import ContextFitError, UnsupportedModelError, UsageError, human_bytes
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.weights import LoadedWeights
@@ -164,12 +172,22 @@ class Planner:
         assert miss is not None
         return ContextFitError(
             asked=miss.n_ctx,
-            fits=0 if self.is_auto else self._largest_below(miss.n_ctx),
+            fits=self._beside_mapped(miss) if self.is_auto else self._largest_below(miss.n_ctx),
             missing=miss.missing,
             device=miss.device,
             smaller_types=self._with_smaller_types(miss.n_ctx),
             drafting=self.blueprint.speculation is not None,
         )
+
+    def _beside_mapped(self, miss: ChunkPlan) -> int:
+        """A context that fits as a number, for which the system may drop mapped weights; 0: none does."""
+        if not any(mapped_bytes(share.terms) for share in miss.shares):
+            return 0
+        n = min(first_ctx(self.options, self.config), DEFAULT_MAX_CTX)
+        options = replace(self.options, max_ctx=n, min_ctx=None)
+        planner = Planner(replace(self.blueprint, options=options), self._ledger)
+        with closing(planner):
+            return n if planner.plan_at(n).fits else planner._largest_below(n)
 
     def _largest_below(self, n_ctx: int) -> int:
         step = step_for(self.config.n_ctx_train)

@@ -260,6 +260,15 @@ def test_when_nothing_fits_the_shortfall_is_told(max_ctx: int | str) -> None:
     assert raised.value.missing > 0
 
 
+def test_what_fits_only_as_a_number_beside_mapped_weights_is_told() -> None:
+    options = EngineOptions(max_ctx="auto", threads=1, repack="off")
+    with planner(options) as plan:
+        plan._free["CPU"] = 20 * 2**20  # the mapped weights take most of it
+        refused = plan.refuse(plan.choose())
+    assert refused.fits == 8192
+    assert "--max-ctx 8192 would fit" in str(refused)
+
+
 def test_a_fit_that_fails_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     with pytest.raises(ContextFitError):

@@ -156,10 +156,13 @@ class Planner:
                 for x in b.backends
             }
             target = found[b.backend.name]
+            self._probe.begin()
             needs = parts.forwards.needs(self._probe)
             target["prefill graph"], target["decode graphs"] = needs.shared, needs.kept
             if parts.drafter is not None:
                 target["draft graphs"] = parts.drafter.needs(self._probe).kept
+            if self._probe.scratch:
+                target["graph scratch"] = self._probe.scratch
             if self.options.device_reserve_mib:
                 target["reserve"] = self.options.device_reserve_mib * 2**20
             if b.host is not None:

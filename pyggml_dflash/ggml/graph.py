@@ -41,6 +41,16 @@ def measure_graph(backend: Backend, builder: GraphBuilder) -> int:
         return _measure(backend, graph)
 
 
+def measure_scratch(backend: Backend, builder: GraphBuilder) -> int:
+    """Bytes of scratch that a CPU takes for the graph's operations beside their results; 0 on other devices.
+
+    The back end keeps the largest that any of its graphs wanted.
+    """
+    if not backend.is_host:
+        return 0
+    return int(lib.ggml_graph_plan(builder.graph, backend.n_threads, ffi.NULL).work_size)
+
+
 def _measure(backend: Backend, graph: CData) -> int:
     allocator = lib.ggml_gallocr_new(backend.buffer_type)
     sizes = ffi.new("size_t[1]")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from pyggml_dflash.ggml.device import Backend
-from pyggml_dflash.ggml.graph import measure_graph
+from pyggml_dflash.ggml.graph import measure_graph, measure_scratch
 from pyggml_dflash.ggml.ops import GraphBuilder
 
 Build = Callable[[], GraphBuilder]
@@ -35,10 +35,11 @@ def last_of_each_run(kind: Callable[[int], str], start: int, stop: int) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBytes:
-    """What one graph takes: compute memory on its device, headers and node list on the host."""
+    """What one graph takes: compute memory and scratch on its device, headers and node list on the host."""
 
     compute: int = 0
     metadata: int = 0
+    scratch: int = 0
 
 
 class MemoryProbe:
@@ -47,17 +48,27 @@ class MemoryProbe:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._known: dict[Hashable, GraphBytes] = {}
+        self.scratch = 0  # the largest of all graphs asked for since `begin`; those of one backend share it
+
+    def begin(self) -> None:
+        """The graphs asked for from now on belong to another engine."""
+        self.scratch = 0
 
     def graph(self, key: Hashable, build: Build) -> GraphBytes:
         """What the graph that `build` makes would take; the builder is closed."""
         if key not in self._known:
             builder = build()
             try:
-                compute = measure_graph(self._backend, builder)
-                self._known[key] = GraphBytes(compute=compute, metadata=builder.n_bytes)
+                self._known[key] = GraphBytes(
+                    compute=measure_graph(self._backend, builder),
+                    metadata=builder.n_bytes,
+                    scratch=measure_scratch(self._backend, builder),
+                )
             finally:
                 builder.close()
-        return self._known[key]
+        found = self._known[key]
+        self.scratch = max(self.scratch, found.scratch)
+        return found
 
     def largest(self, graphs: Iterable[tuple[Hashable, Build]]) -> int:
         """Compute bytes of the largest of these graphs, 0 for none."""

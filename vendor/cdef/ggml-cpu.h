@@ -4,6 +4,12 @@
  * The ggml_cpu_has_* answers tell what the library was compiled for, not what this machine has.
  */
 
+struct ggml_cplan {
+    size_t work_size; /* bytes that the operations want beside the graph's own memory */
+    ...;
+};
+
+struct ggml_cplan ggml_graph_plan(const struct ggml_cgraph *cgraph, int n_threads, struct ggml_threadpool *threadpool);
 ggml_backend_t ggml_backend_cpu_init(void);
 bool ggml_backend_is_cpu(ggml_backend_t backend);
 void ggml_backend_cpu_set_n_threads(ggml_backend_t backend_cpu, int n_threads);

@@ -21,6 +21,7 @@ from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafter_loader import DraftInfo
 from pyggml_dflash.engine.fit import Planner, find_fit, kept_bytes
 from pyggml_dflash.engine.fit_report import FitReport, make_report
+from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
 from pyggml_dflash.engine.step_costs import learn_costs
 from pyggml_dflash.errors import ContextOverflowError, DamagedFileError, DeviceMemoryError, UsageError
@@ -251,7 +252,8 @@ def _allocated(
     """Everything beside the weights; a failure frees what was made of it."""
     plan, blueprint = planner.with_chunk(plan), planner.blueprint
     interval = blueprint.options.trim_interval or 0
-    trims = PoolTrims(BackendPools([blueprint.backend], ledger), interval, chunk=plan.chunk)
+    pools = BackendPools([blueprint.backend], ledger)
+    trims = PoolTrims(pools, interval, chunk=plan.chunk)
     with ExitStack() as attempt:
         parts = assemble(
             blueprint,
@@ -262,6 +264,9 @@ def _allocated(
             kept=kept_bytes(plan),
             relieve=trims.relieve,
         )
+        if blueprint.backend.info.kind in ("gpu", "igpu"):
+            scratch = measure_pools(parts.forwards, parts.slots.slots[0], pools)
+            plan = with_pools(plan, scratch, pools.memory_free())
         stack.push(attempt.pop_all())
     return plan, trims, parts
 

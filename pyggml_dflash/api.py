@@ -30,6 +30,18 @@ from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
+from pyggml_dflash.model.answer import (
+    AnswerEvent,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    ParsedAnswer,
+    ReasoningDelta,
+    ToolCall,
+)
+from pyggml_dflash.model.answer_parser import AnswerParser
+from pyggml_dflash.model.tools import read_tools
 from pyggml_dflash.options import (
     TRIM_VARIABLE,
     Auto,
@@ -335,6 +347,14 @@ class Engine:
             messages, tools=tools, reasoning=reasoning, add_generation_prompt=add_generation_prompt
         )
 
+    def answer_parser(self, prompt: str, *, tools: Sequence[Mapping[str, Any]] | None = None) -> AnswerParser:
+        """What takes the answer to a rendered `prompt` apart, as its text comes or as a whole.
+
+        `tools` are those that the prompt offers and that may be called: none, and nothing is a call.
+        """
+        form = self._loaded.template.form
+        return AnswerParser(form, read_tools(tools), is_open=form.is_open(prompt))
+
     def stream_chat(
         self,
         messages: Messages,
@@ -483,6 +503,12 @@ class Engine:
 
 __all__ = [
     "DEFAULT_MODEL",
+    "AnswerEvent",
+    "AnswerParser",
+    "CallArguments",
+    "CallEnd",
+    "CallStart",
+    "ContentDelta",
     "ConvertedDraft",
     "DeviceInfo",
     "DeviceShare",
@@ -492,11 +518,14 @@ __all__ = [
     "FitReport",
     "Messages",
     "ModelReport",
+    "ParsedAnswer",
     "Probe",
     "Prompt",
+    "ReasoningDelta",
     "Score",
     "TensorShare",
     "TextStream",
+    "ToolCall",
     "backend_features",
     "convert_draft",
     "devices",

@@ -22,6 +22,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pyggml_dflash.errors import DamagedFileError, DflashError, UnsupportedModelError, UsageError
+from pyggml_dflash.model.answer import AnswerForm
+from pyggml_dflash.model.call_parser import CALL_OPEN
 from pyggml_dflash.model.messages import Message, Turn, read_messages
 from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS, Tokenizer
 
@@ -31,6 +33,8 @@ TEMPLATE_KEY: Final = "tokenizer.chat_template"
 WAY_OUT: Final = "--raw continues a text without one"
 MAX_TRACED_TURNS: Final = 256  # finding the refused message renders every beginning of the conversation
 _SWITCHES: Final = ("enable_thinking", "thinking")  # what templates call the reasoning switch
+# What opens and closes a reasoning block; a template that knows such blocks names one of these pairs.
+_REASONING_TAGS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 _GIVEN: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 CHATML: Final = """\
@@ -52,6 +56,7 @@ class ChatTemplate:
 
     exists: bool  # False: there is nothing to render with
     reasoning_supported: bool  # the template has a switch for it
+    form: AnswerForm  # how the model writes its answers
 
     def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
         """`source` None: the model has no template, and `render` says so."""
@@ -66,6 +71,7 @@ class ChatTemplate:
             self._compile(source)
         self.exists = source is not None
         self.reasoning_supported = any(switch in self._reads for switch in _SWITCHES)
+        self.form = _form("" if source is None else source)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
@@ -174,6 +180,11 @@ class ChatTemplate:
             if variables.setdefault(switch, reasoning) is not reasoning:
                 raise UsageError(f"reasoning is {reasoning}, but {switch!r} is {variables[switch]!r}")
         return variables
+
+
+def _form(source: str) -> AnswerForm:
+    tags = next((tags for tags in _REASONING_TAGS if tags[1] in source), None)
+    return AnswerForm(reasoning=tags, bare_calls=bool(source) and CALL_OPEN not in source)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

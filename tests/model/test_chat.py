@@ -12,6 +12,7 @@ import pytest
 
 from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.model.answer import AnswerForm
 from pyggml_dflash.model.chat import ChatTemplate
 from pyggml_dflash.model.tokenizer import Tokenizer
 from tests.model.vocabularies import DATA, byte_level, metadata_of
@@ -91,6 +92,28 @@ def test_chatml_stands_in_where_the_vocabulary_knows_it() -> None:
     assert template.render([ASSISTANT], add_generation_prompt=False) == (
         "<|im_start|>assistant\nhello<|im_end|>\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        (None, AnswerForm()),
+        (PLAIN, AnswerForm(bare_calls=True)),
+        (STRICT, AnswerForm(reasoning=("<think>", "</think>"), bare_calls=True)),
+        ("{{ '<tool_call>' }}", AnswerForm()),
+        ("{{ '[THINK]a[/THINK]<tool_call>' }}", AnswerForm(reasoning=("[THINK]", "[/THINK]"))),
+    ],
+)
+def test_a_template_tells_how_answers_are_written(
+    tokenizer: Tokenizer, source: str | None, form: AnswerForm
+) -> None:
+    assert ChatTemplate(source, tokenizer).form == form
+
+
+def test_the_prompt_tells_whether_the_answer_begins_in_a_reasoning_block(tokenizer: Tokenizer) -> None:
+    form = ChatTemplate(STRICT, tokenizer).form
+    assert form.is_open(render(STRICT, tokenizer))
+    assert not form.is_open(render(STRICT, tokenizer, reasoning=False))
 
 
 def test_without_a_template_the_way_out_is_named(tokenizer: Tokenizer) -> None:

@@ -1,13 +1,19 @@
-"""Files that tests marked `trained` need and the repository has no room for, named on the command line.
+"""What all tests share: no settings of the user who runs them, and files named on the command line.
 
-Without them these tests are deselected, which pytest counts, and an error where they were asked for.
+Tests marked `trained` need files that the repository has no room for. Without them they are deselected, which
+pytest counts, and an error where they were asked for.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+for _name in [name for name in os.environ if name.startswith("DFLASH_") and name != "DFLASH_GGML_SOURCE"]:
+    del os.environ[_name]
+os.environ["DFLASH_CONFIG"] = os.devnull  # an empty file, in place of the user's
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

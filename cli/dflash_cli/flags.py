@@ -28,6 +28,7 @@ from dflash_cli.params import (
     WholeNumber,
     WidthOrAuto,
 )
+from dflash_cli.settings import variable
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import (
     KV_TYPES,
@@ -67,6 +68,15 @@ def apply(flags: Sequence[Flag[Any]], command: F) -> F:
     """`command` with the flags, in the order in which help shows them."""
     for flag in reversed(flags):
         command = flag(command)
+    return command
+
+
+def apply_settings(flags: Sequence[Flag[Any]], command: F) -> F:
+    """`apply`, for flags that may also stand in the environment and anywhere in a configuration file."""
+    command = apply(flags, command)
+    added: list[click.Parameter] = vars(command)["__click_params__"][-len(flags) :]
+    for param in added:
+        param.envvar = variable(param)
     return command
 
 
@@ -193,6 +203,24 @@ _ENGINE: Final = (
     ),
 )
 
+_SOURCES: Final = (
+    click.option(
+        "--profile",
+        multiple=True,
+        expose_value=False,
+        metavar="NAME",
+        help="Take flags that nothing else sets from a profile; 'dflash profiles' lists them.",
+    ),
+    click.option(
+        "--config",
+        type=click.Path(),
+        expose_value=False,
+        metavar="FILE",
+        help="TOML file with values of flags; 'dflash env' shows which are in force."
+        "  [default: config.toml in the user's folder for configuration]",
+    ),
+)
+
 _SAMPLING: Final = (
     number_flag("--temperature", 0.0, "0 takes the best token."),
     click.option(
@@ -276,7 +304,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         )
         command(engine=engine, **rest)
 
-    return apply(_ENGINE, with_engine)
+    return apply_settings((*_ENGINE, *_SOURCES), with_engine)
 
 
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -309,7 +337,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
         )
         command(sampling=sampling, **rest)
 
-    return apply(_SAMPLING, with_sampling)
+    return apply_settings(_SAMPLING, with_sampling)
 
 
 def answer_options(command: Callable[..., None]) -> Callable[..., None]:

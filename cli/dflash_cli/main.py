@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from dflash_cli.settings import META, elsewhere, named_in, resolve
 from dflash_cli.streams import guard_streams, printable
 from pyggml_dflash import __version__
 from pyggml_dflash.errors import DflashError
@@ -25,6 +26,8 @@ COMMANDS: Final = {
     "convert-draft": "Write a DFlash draft as a GGUF file, which llama.cpp reads as well.",
     "score": "Show how likely a text is under a model, token by token.",
     "devices": "List the devices that this build can compute on.",
+    "profiles": "List the profiles that --profile takes.",
+    "env": "Show the values of a command's settings, and where each comes from.",
     "doctor": "Check the installation and say how to mend it.",
     "version": "Show versions of the package, its build and its requirements.",
 }
@@ -45,6 +48,16 @@ class DflashGroup(click.Group):
         command: click.Command = getattr(import_module(f"dflash_cli.{name}"), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """A command by its name, with what a profile and a configuration file say as its defaults."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and command is not None and not ctx.resilient_parsing:
+            settings = ctx.meta[META] = resolve(ctx, name, command, rest)
+            ctx.default_map = {name: settings.default_map}
+        return name, command, rest
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The overview, without importing the commands."""
         with formatter.section("Commands"):
@@ -55,8 +68,16 @@ class DflashGroup(click.Group):
         try:
             return super().invoke(ctx)
         except DflashError as error:
-            click.echo(f"dflash: error: {printable(' '.join(str(error).split()))}", err=True)
+            where = named_in(error, ctx)
+            text = " ".join(str(error).split()) + (f" ({where})" if where else "")
+            click.echo(f"dflash: error: {printable(text)}", err=True)
             ctx.exit(error.exit_code)
+        except click.BadParameter as error:
+            where = elsewhere(error.ctx, error.param.name if error.param else None)
+            if where is None:
+                raise
+            text = f"{error.message} It comes from {where}."
+            raise click.BadParameter(text, error.ctx, error.param, error.param_hint) from error
         except (KeyboardInterrupt, RuntimeError) as error:
             # Before Python 3.12 an interrupt of a class that is being made, as of an import, is wrapped.
             if not isinstance(error, KeyboardInterrupt) and not isinstance(

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
+from dflash_cli.settings import elsewhere
 from pyggml_dflash.errors import ModelFileError
 from pyggml_dflash.options import Auto, parse_trim_interval
 
@@ -85,8 +87,13 @@ class TrimInterval(Param):
 
     name = "tokens"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
-        """Tokens, 0 for 'off'."""
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | Auto | None:
+        """Tokens, 0 for 'off'; None for a value of the environment, which the engine reads itself."""
+        source = ctx.get_parameter_source(param.name or "") if ctx and param else None
+        if source is ParameterSource.ENVIRONMENT:
+            return None
         found = value if isinstance(value, int) else parse_trim_interval(value) if value.strip() else None
         if found is None:
             self.fail(f"{value!r} is no number of tokens; pass one as in 8192, or 'auto', or 'off'.")
@@ -129,6 +136,7 @@ class ModelFile(Param):
     """A file that exists; another path is a `ModelFileError`, so that it exits 3."""
 
     name = "model"
+    is_path = True
     takes_folders = False
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
@@ -136,14 +144,16 @@ class ModelFile(Param):
         if value == "":
             self.fail("'' is empty; name a file.")  # it would be the current folder
         path = Path(value)
+        where = elsewhere(ctx, param.name if param else None)
+        named = f"{path}, named by {where}," if where else f"{path}"
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise ModelFileError(f"{path} does not exist") from error
+            raise ModelFileError(f"{named} does not exist") from error
         except OSError as error:
-            raise ModelFileError(f"{path} cannot be opened: {error.strerror}") from error
+            raise ModelFileError(f"{named} cannot be opened: {error.strerror}") from error
         if stat.S_ISDIR(mode) and not self.takes_folders:
-            raise ModelFileError(f"{path} is a directory; name a .gguf file in it")
+            raise ModelFileError(f"{named} is a directory; name a .gguf file in it")
         return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Any, Final
@@ -14,7 +15,17 @@ from dflash_cli.flags import JSON
 from dflash_cli.ui import print_json, print_table
 from pyggml_dflash import __version__
 
-REQUIREMENTS: Final = ("cffi", "click", "jinja2", "numpy", "rich", "safetensors", "tokenizers")
+REQUIREMENTS: Final = (
+    "cffi",
+    "click",
+    "jinja2",
+    "numpy",
+    "platformdirs",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    *(() if sys.version_info >= (3, 11) else ("tomli",)),
+)
 
 
 def requirement_versions() -> dict[str, str | None]:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
+from dflash_cli.settings import parse_toml
+from dflash_cli.version import REQUIREMENTS
+
 from pyggml_dflash import __version__
 from pyggml_dflash.api import devices
 from tests.cli.dflash_command import dflash, told
@@ -24,3 +31,9 @@ def test_version_tells_the_package_its_build_and_its_requirements() -> None:
     assert all(found[name] for name in ("ggml", "python", "numpy", "cffi", "click", "tokenizers"))
     assert told("version").splitlines()[0].split() == ["pyggml-dflash", __version__]
     assert told("--version") == f"dflash {__version__}\n"
+
+
+def test_the_requirements_shown_are_those_of_the_package() -> None:
+    project = parse_toml((Path(__file__).parents[2] / "pyproject.toml").read_bytes())["project"]
+    named = [re.split("[>=;]", requirement)[0] for requirement in project["dependencies"]]
+    assert [name for name in named if name != "tomli" or sys.version_info < (3, 11)] == list(REQUIREMENTS)

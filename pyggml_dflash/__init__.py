@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         DflashError,
         EngineClosed,
         ModelFileError,
+        SnapshotError,
         UnsupportedModelError,
         UsageError,
     )
@@ -74,6 +75,7 @@ _MODULES = {
         "DflashError",
         "EngineClosed",
         "ModelFileError",
+        "SnapshotError",
         "UnsupportedModelError",
         "UsageError",
     ),
@@ -114,6 +116,7 @@ __all__ = [
     "Progress",
     "SamplingOptions",
     "Score",
+    "SnapshotError",
     "TextPiece",
     "TextStream",
     "Timings",

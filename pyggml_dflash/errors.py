@@ -8,6 +8,7 @@
     ├── ContextFitError             exit 4   the context asked for does not fit the devices
     ├── ContextOverflowError        exit 4   this prompt does not fit the context
     ├── DeviceMemoryError           exit 1   an allocation failed; the engine stays usable
+    ├── SnapshotError               exit 1   a stored state cannot be used here; nothing was changed
     ├── BackendError                exit 1   ggml reported a failure, or the library is missing
     ├── EngineClosed                exit 1   use after close
     └── Cancelled                   exit 130 the request was cancelled before it ended
@@ -117,6 +118,14 @@ class DeviceMemoryError(DflashError):
         self.what, self.wanted, self.free, self.device = what, wanted, free, device
         rest = "" if free is None else f", {human_bytes(free)} free"
         super().__init__(f"{device}: no room for {what} ({human_bytes(wanted)} wanted{rest})")
+
+
+class SnapshotError(DflashError):
+    """A stored state cannot be used; the slot it was meant for is as it was. `reason` is short and fixed."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
 
 
 class BackendError(DflashError):

@@ -68,6 +68,7 @@ ERRORS = [
     errors.ContextFitError(asked=8, fits=4, missing=100, device="CPU"),
     errors.ContextOverflowError(n_prompt=5, max_tokens=None, n_ctx=4),
     errors.DeviceMemoryError(what="state", wanted=10, free=None, device="CPU"),
+    errors.SnapshotError("data is damaged", "blk.0.k"),
     errors.EngineClosed("Engine"),
     errors.Cancelled("d"),
 ]
@@ -92,6 +93,7 @@ def test_errors_survive_the_way_between_processes(error: errors.DflashError) -> 
         (errors.ContextFitError, 4, (errors.DflashError,)),
         (errors.ContextOverflowError, 4, (errors.DflashError,)),
         (errors.DeviceMemoryError, 1, (errors.DflashError,)),
+        (errors.SnapshotError, 1, (errors.DflashError,)),
         (errors.BackendError, 1, (errors.DflashError,)),
         (errors.EngineClosed, 1, (errors.DflashError,)),
         (errors.Cancelled, 130, (errors.DflashError,)),

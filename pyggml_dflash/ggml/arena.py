@@ -21,6 +21,7 @@ from pyggml_dflash.ggml.tensor import Tensor
 DTYPES: dict[ElementType, npt.DTypeLike] = {
     ElementType.F32: np.float32,
     ElementType.F16: np.float16,
+    ElementType.I8: np.int8,
     ElementType.I32: np.int32,
     ElementType.I64: np.int64,
 }

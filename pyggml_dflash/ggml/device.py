@@ -213,6 +213,12 @@ class Backend(Handle):
         return lib.ggml_backend_dev_buffer_type(self._device)
 
     @property
+    def pinned_buffer_type(self) -> CData | None:
+        """System memory that the device copies to and from at full speed; None where there is none."""
+        found = lib.ggml_backend_dev_host_buffer_type(self._device)
+        return None if found == ffi.NULL else found
+
+    @property
     def device(self) -> CData:
         """ggml's device, for questions about what it supports."""
         return self._device

@@ -52,8 +52,18 @@ class Tensor:
     @property
     def is_host(self) -> bool:
         """True if its bytes lie in plain memory of this process."""
-        buffer = self.ptr.buffer if self.ptr.view_src == ffi.NULL else self.ptr.view_src.buffer
+        buffer = self.buffer
         return buffer != ffi.NULL and bool(lib.ggml_backend_buffer_is_host(buffer))
+
+    @property
+    def buffer(self) -> CData:
+        """ggml's buffer that its bytes lie in, also if it is a view."""
+        return self.ptr.buffer if self.ptr.view_src == ffi.NULL else self.ptr.view_src.buffer
+
+    @property
+    def memory(self) -> str:
+        """The kind of memory that its bytes lie in, as ggml calls it: 'CPU', 'CUDA0', 'CUDA_Host'."""
+        return c_string(lib.ggml_backend_buft_name(lib.ggml_backend_buffer_get_type(self.buffer)))
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.type.name}, {list(self.shape)})"

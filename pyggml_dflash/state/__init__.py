@@ -1,1 +1,1 @@
-"""Slots and, later, snapshots: who owns the state of a sequence. Layer 5."""
+"""Slots, snapshots and the prefix cache: who owns the state of a sequence. Layer 5."""

@@ -47,6 +47,21 @@ class Slot:
         newest = self._offered[max(0, n_tokens - RECENT_TOKENS) : n_tokens]
         self.recent = (*self.recent, *newest)[-RECENT_TOKENS:]
 
+    @property
+    def n_written(self) -> int:
+        """Positions that may hold anything, committed or not; all behind them are zero."""
+        return self._n_written
+
+    def vacate(self, n_tokens: int) -> None:
+        """Hold nothing: whoever calls is about to write the state of up to `n_tokens` into the tensors."""
+        self.n_past, self.recent, self._offered = 0, (), ()
+        self._n_written = max(self._n_written, n_tokens)
+
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Stand behind `tokens`: their state is in the tensors, and all else of the slot is zero."""
+        self.n_past = self._n_written = len(tokens)
+        self.recent, self._offered = tuple(tokens[-RECENT_TOKENS:]), ()
+
 
 class SlotTable:
     """State tensors of `n_slots` slots in one arena; zeroed when made, since masked rows are still read."""

@@ -1,0 +1,139 @@
+"""Where the forwards of a prompt end, and at which of these ends a state is worth storing. Layer 5.
+
+Ends depend on the prompt alone, never on what is stored: a run that continues a stored state then has the
+same forwards as a cold one, and the same text. A prompt that goes on has all ends of its beginning but
+the last, so a state that one request stored lies where a forward of the next one ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+SPACING: Final = 4096  # tokens between two cuts, whatever the template
+MIN_CUT: Final = 16  # shorter forwards are not worth their start
+NEXT_TURN: Final = 5  # tokens within which a turn begins behind the end of another
+MAX_BOUNDARIES: Final = 8192
+LONG_TAIL: Final = 4096
+SHORT_HEAD: Final = 2048
+CHUNK: Final = 512
+
+# What begins a turn and what ends one, by family of templates; no end: every beginning is a boundary.
+_FAMILIES: Final[tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = (
+    (("<|im_start|>",), ("<|im_end|>",)),
+    (("<|start_header_id|>",), ("<|eot_id|>", "<|eom_id|>")),
+    (("<start_of_turn>",), ("<end_of_turn>",)),
+    (("<|start|>",), ("<|end|>", "<|return|>", "<|call|>")),
+    (("<｜User｜>", "<｜Assistant｜>"), ()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarkers:
+    """Token ids that begin a turn and that end one; without ends every beginning is a boundary."""
+
+    starts: frozenset[int]
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, find: Callable[[str], int | None]) -> TurnMarkers | None:
+        """Those of the first family that the vocabulary has; `find` gives the id of a token's text."""
+        for starts, ends in _FAMILIES:
+            first = {i for text in starts if (i := find(text)) is not None}
+            last = {i for text in ends if (i := find(text)) is not None}
+            if len(first) == len(starts) and (last or not ends):
+                return cls(frozenset(first), frozenset(last))
+        return None
+
+
+def turn_boundaries(tokens: Sequence[int], markers: TurnMarkers) -> list[int]:
+    """Positions just behind the token that begins the next turn, ascending.
+
+    Which role comes next is not part of the prefix. Ends that no turn follows are skipped.
+    """
+    found: list[int] = []
+    ended: int | None = None  # where the turn that began last ended
+    begun = False
+    for i, token in enumerate(tokens):
+        if token in markers.starts:
+            if not markers.ends or (ended is not None and i - ended <= NEXT_TURN):
+                found.append(i + 1)
+            begun, ended = True, None
+        elif begun and token in markers.ends:
+            ended = i
+    return found[:MAX_BOUNDARIES]
+
+
+def cut_points(
+    n_tokens: int, boundaries: Sequence[int], *, spacing: int = SPACING, min_cut: int = MIN_CUT
+) -> list[int]:
+    """Where a forward has to end, beside the end of the prompt: at boundaries and multiples of `spacing`.
+
+    Those closer than `min_cut` to the start or to the one before are left out.
+    """
+    wanted = {*range(spacing, n_tokens, spacing), *(b for b in boundaries if b < n_tokens)}
+    cuts: list[int] = []
+    for position in sorted(wanted):
+        if position - (cuts[-1] if cuts else 0) >= min_cut:
+            cuts.append(position)
+    return cuts
+
+
+def forward_ends(n_tokens: int, cuts: Sequence[int], limit: int) -> list[int]:
+    """Where the forwards of a prompt end: every `limit` tokens from a cut on, at cuts, and at its end."""
+    ends: list[int] = []
+    start = 0
+    for cut in (*cuts, n_tokens):
+        ends += [*range(start + limit, cut, limit), cut]
+        start = cut
+    return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturePoint:
+    """Where a forward ends and the state is stored; a protected one is kept longer than others."""
+
+    position: int
+    protect: bool = False
+
+
+def capture_points(
+    n_tokens: int,
+    boundaries: Sequence[int],
+    ends: Sequence[int],
+    *,
+    n_restored: int,
+    n_common: int = 0,
+    has_tools: bool = False,
+    chunk: int = CHUNK,
+) -> list[CapturePoint]:
+    """Which of the `ends` behind `n_restored` are worth a state, ascending; most prompts have one or two.
+
+    The boundary before the newest turn, where the next request may part if that turn is edited; the last
+    one, if the newest turn is longer than a `chunk`; with tools the head that every conversation shares;
+    and where the prompt leaves what is stored (`n_common`), since another one may do so too. Without
+    turns, the last one before the end.
+    """
+    wanted: dict[int, bool] = {}
+
+    def want(position: int, protect: bool = False) -> None:
+        i = bisect_right(ends, min(position, n_tokens - 1))  # rounded down to where a forward ends
+        if i and ends[i - 1] > n_restored:
+            wanted[ends[i - 1]] = wanted.get(ends[i - 1], False) or protect
+
+    inside = [b for b in boundaries if b < n_tokens]
+    if inside:
+        before, last = inside[-2:] if len(inside) > 1 else (inside[-1], inside[-1])
+        if n_tokens - before < LONG_TAIL or before > SHORT_HEAD:
+            want(before)
+        if n_tokens - before >= LONG_TAIL or last - before > chunk:
+            want(last)
+    else:
+        want(n_tokens)
+    if inside and has_tools:
+        want(inside[0], protect=True)
+    if n_common > n_restored:
+        want(n_common)
+    return [CapturePoint(position=end, protect=wanted[end]) for end in sorted(wanted)]

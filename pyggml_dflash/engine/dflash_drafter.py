@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -39,6 +39,8 @@ from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights
 from pyggml_dflash.plan.measure import MemoryProbe
+from pyggml_dflash.state.fingerprint import model_identity
+from pyggml_dflash.state.strips import Part, row_part
 
 INJECT_ROWS: Final = 256  # committed rows taken in with one graph; no ring is smaller
 KEPT_BLOCKS: Final = 3  # block graphs that a plan sets memory aside for
@@ -271,6 +273,32 @@ class DFlashDrafter:
         anchor = inputs["anchor"].tensor
         ids, scores = build_candidates(g, config, self._weights, hidden, logits, anchor)
         return g, (g.output(ids), g.output(scores))
+
+    @cached_property
+    def kind(self) -> str:
+        """Names the draft: keys and values of one mean nothing to another. See `Companion`."""
+        return f"dflash {model_identity(self._weights.file).hex()}"
+
+    def covers(self, n_past: int) -> bool:
+        """True if it has seen exactly the first `n_past` positions."""
+        return n_past == self._n_seen
+
+    def parts(self, n_past: int) -> tuple[Part, ...]:
+        """The cells that `n_past` positions fill, layer by layer; blocks wrote some more."""
+        n_written = self._n_seen + self.config.block_size
+        return tuple(
+            row_part(tensor, min(n_past, ring.n_cells), min(n_written, ring.n_cells))
+            for ring, cache in zip(self._rings, self._caches, strict=True)
+            for tensor in (cache.k, cache.v)
+        )
+
+    def resume(self, n_past: int) -> None:
+        """The cells hold `n_past` positions."""
+        self._n_seen = n_past
+
+    def forget(self) -> None:
+        """It has not seen what its slot holds."""
+        self.begin()
 
     def close(self) -> None:
         """Free caches, inputs and graphs; the weights are their owner's."""

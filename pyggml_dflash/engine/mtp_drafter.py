@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +27,8 @@ from pyggml_dflash.ggml.placement import can_run
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
+from pyggml_dflash.state.fingerprint import model_identity
+from pyggml_dflash.state.strips import Part, row_part, state_parts
 
 INJECT_ROWS: Final = 512
 KEPT_STEPS: Final = 4  # of either kind, in this bucket of cache rows and the one before
@@ -58,7 +60,7 @@ class MtpDrafter:
         self._config, self._block = forwards.model.config, block
         config, n_cells = self._config, bucketed(forwards.n_ctx + max_drafts)
         state, extra = block.state(n_cells, type_k, type_v), block.extra_inputs(INJECT_ROWS, n_cells)
-        self._n_cells = n_cells
+        self._n_cells, self._layout = n_cells, state
         with ExitStack() as stack:
             arena = TensorArena(backend, ledger, "draft cache", n_tensors=len(state) + 1)
             stack.callback(arena.close)
@@ -234,6 +236,30 @@ class MtpDrafter:
         out = g.output(logits)
         g.expand(g.copy(after, self._own))
         return g, (out,)
+
+    @cached_property
+    def kind(self) -> str:
+        """Names the file that the block comes from, and where its pairs stand. See `Companion`."""
+        pairs = f"{self._block.first_token} {self._block.shift}"
+        return f"mtp {pairs} {model_identity(self._weights.file).hex()}"
+
+    def covers(self, n_past: int) -> bool:
+        """True if it has seen exactly the first `n_past` positions."""
+        return n_past == self._n_seen
+
+    def parts(self, n_past: int) -> tuple[Part, ...]:
+        """What the pairs of `n_past` positions fill, drafts wrote some more; the hidden row behind it."""
+        n_pairs, n_written = n_past - self._block.shift, self._n_seen + self.max_drafts
+        cells = state_parts(self._layout, self._state, n_pairs, n_written)
+        return *cells, row_part(self._forwards.record["hidden"], 1, 1)
+
+    def resume(self, n_past: int) -> None:
+        """The cells hold `n_past` positions."""
+        self._n_seen = n_past
+
+    def forget(self) -> None:
+        """It has not seen what its slot holds."""
+        self.begin()
 
     def close(self) -> None:
         """Free cache, inputs and graphs."""

@@ -8,7 +8,7 @@ that a snapshot can be restored without them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -56,7 +56,7 @@ class Companion(Protocol):
 
     `capture` asks `covers` and copies the parts if it says yes; a snapshot is complete without them.
     `restore` fills the parts and calls `resume`, or calls `forget` if the snapshot has none that fit:
-    then it can take in nothing of this sequence and must not be asked for anything until the next one.
+    the rest of that sequence goes on without the companion, which `covers` then tells.
     """
 
     @property
@@ -76,6 +76,12 @@ class Companion(Protocol):
         """It has seen nothing of the sequence that its slot now holds."""
 
 
+def row_part(tensor: Tensor, n_rows: int, n_written: int) -> Part:
+    """The first `n_rows` rows of a tensor of its own, of which `n_written` may hold something."""
+    strip = Strip(name=tensor.name, type=tensor.type, shape=(tensor.shape[0], n_rows))
+    return Part(strip=strip, tensor=tensor, offset=0, n_written=n_written * tensor.strides[1])
+
+
 def strip_of(tensor: StateTensor, n_past: int) -> Strip:
     """What `n_past` positions leave in a tensor; rows that are not complete belong to no strip."""
     if not tensor.grows:
@@ -90,20 +96,31 @@ def layout_strips(layout: StateLayout, n_past: int) -> tuple[Strip, ...]:
     return tuple(strip_of(tensor, n_past) for tensor in layout.tensors)
 
 
-def slot_parts(table: SlotTable, slot: Slot, n_past: int) -> tuple[Part, ...]:
-    """Where the strips of `n_past` positions lie in a slot, whatever it holds now."""
+def state_parts(
+    layout: Iterable[StateTensor],
+    tensors: Mapping[str, Tensor],
+    n_past: int,
+    n_written: int,
+    slot: int = 0,
+) -> tuple[Part, ...]:
+    """Where the strips of `n_past` positions lie in a slot's part of `tensors`.
+
+    `n_written` positions may have left something there, of whatever sequence.
+    """
     found = []
-    for t in table.layout.tensors:
-        strip = strip_of(t, n_past)
-        n_written = t.n_bytes
-        if t.grows:
-            rows = -(-slot.n_written // t.positions_per_row)
-            n_written = min(t.n_bytes, rows * t.type.row_bytes(t.shape[0]))
+    for t in layout:
+        rows = -(-n_written // t.positions_per_row)
+        n_bytes = min(t.n_bytes, rows * t.type.row_bytes(t.shape[0])) if t.grows else t.n_bytes
         part = Part(
-            strip=strip, tensor=table.tensors[t.name], offset=slot.id * t.n_bytes, n_written=n_written
+            strip=strip_of(t, n_past), tensor=tensors[t.name], offset=slot * t.n_bytes, n_written=n_bytes
         )
         found.append(part)
     return tuple(found)
+
+
+def slot_parts(table: SlotTable, slot: Slot, n_past: int) -> tuple[Part, ...]:
+    """Where the strips of `n_past` positions lie in a slot, whatever it holds now."""
+    return state_parts(table.layout.tensors, table.tensors, n_past, slot.n_written, slot.id)
 
 
 def snapshot_bytes(strips: Iterable[Strip], n_past: int, alignment: int = ALIGNMENT) -> int:

@@ -113,9 +113,9 @@ class PrefixCache(Generic[S]):
         return match, None if n_lower else best
 
     def _why(self, tokens: Tokens, n_reused: int, n_common: int) -> Stop:
-        if not n_reused and not self._entries:
+        if not n_reused and not self._entries and not (self._lower and self._lower.n_states):
             return "nothing stored"
-        if token_key(self._fingerprint, tokens) in self._entries:
+        if self._at(tokens) is not None:
             return "whole prompt"
         if n_reused >= n_common and n_reused:
             return "end of what is stored"

@@ -35,6 +35,10 @@ S = TypeVar("S", bound=Stored)
 class LowerTier(Protocol[S]):
     """Where states go that memory has no room for."""
 
+    @property
+    def n_states(self) -> int:
+        """States that are kept."""
+
     def longest(self, tokens: Tokens, above: int) -> int:
         """Length of the longest prefix of `tokens` that is kept and longer than `above`; 0 for none."""
 

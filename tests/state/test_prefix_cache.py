@@ -77,6 +77,10 @@ class Shelf:
         self.broken: set[str] = set()
         self.out: list[Text] = []
 
+    @property
+    def n_states(self) -> int:
+        return len(self.texts)
+
     def longest(self, tokens: Tokens, above: int) -> int:
         prompt = "".join(map(chr, tokens))
         return max((len(t) for t in self.texts if prompt.startswith(t) and len(t) > above), default=0)
@@ -335,6 +339,13 @@ def test_what_has_to_go_is_saved_below_and_comes_back_once() -> None:
     assert cache.flush() == 0
     assert sorted(shelf.texts) == ["ab", "q", "r", "s", "xy"]
     cache.close()
+
+
+def test_a_miss_tells_whether_there_was_anything_to_compare_with() -> None:
+    cache = cache_of(lower=Shelf("abcd"))
+    assert cache.find(ids("xyz")).stop == "differs"
+    cache = cache_of(lower=Shelf())
+    assert cache.find(ids("xyz")).stop == "nothing stored"
 
 
 def test_the_tier_with_the_longer_prefix_is_asked() -> None:

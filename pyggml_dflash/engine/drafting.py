@@ -19,6 +19,7 @@ from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.plan.measure import MemoryProbe
+from pyggml_dflash.state.strips import Companion, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,11 @@ class Proposal:
     distributions: tuple[npt.NDArray[np.float64], ...] | None = None
 
 
-class Drafter(Protocol):
-    """Proposes tokens for one slot at a time."""
+class Drafter(Companion, Protocol):
+    """Proposes tokens for one slot at a time; what it knows of the sequence can be stored with the slot.
+
+    As a `Companion` it knows of what it was shown alone; a `Backlog` knows of what waits, too.
+    """
 
     name: str
     capture: Capture
@@ -61,7 +65,8 @@ class Backlog:
     """Committed rows that wait in the target's record until the drafter takes them in.
 
     Plain steps and prompts leave theirs here: taking in many at once is cheaper, and in an answer without
-    a draft it never has to happen.
+    a draft it never has to happen. It is the `Companion` that is stored with a slot: whoever stores the
+    sequence has what waits taken in first, and whoever restores one leaves nothing waiting.
     """
 
     def __init__(self, forwards: Forwards, drafter: Drafter) -> None:
@@ -93,6 +98,29 @@ class Backlog:
             tokens = tuple(self._tokens)
             self._clear()
             self._drafter.observe(tokens, self._n_past)
+
+    @property
+    def kind(self) -> str:
+        """The drafter's."""
+        return self._drafter.kind
+
+    def covers(self, n_past: int) -> bool:
+        """True if the drafter, having taken in what waits, has seen exactly the first `n_past` positions."""
+        self.take()
+        return self._drafter.covers(n_past)
+
+    def parts(self, n_past: int) -> tuple[Part, ...]:
+        """The drafter's; complete where it `covers` these positions."""
+        return self._drafter.parts(n_past)
+
+    def resume(self, n_past: int) -> None:
+        """The drafter's parts are about to hold `n_past` positions, and nothing waits."""
+        self._clear()
+        self._drafter.resume(n_past)
+
+    def forget(self) -> None:
+        """See `begin`."""
+        self.begin()
 
     def _clear(self) -> None:
         self._tokens.clear()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pyggml_dflash.engine.drafting import Backlog
 from pyggml_dflash.ggml.arena import read_bytes
 from pyggml_dflash.state.fingerprint import fingerprint
 from pyggml_dflash.state.snapshot import SnapshotMemory
@@ -118,6 +119,49 @@ def test_a_drafter_without_its_state_says_that_it_has_seen_nothing(name: str, tm
         drafted.feed(prompt(30))
         assert companion.covers(30)
         np.testing.assert_array_less(0, len(drafted.propose(9).tokens))
+
+
+def run(drafted: Drafted, backlog: Backlog, tokens: list[int]) -> None:
+    """Run a piece of a prompt whose rows wait."""
+    slot = drafted.target.slot
+    backlog.make_room(len(tokens))
+    drafted.forwards.prefill(slot, tokens, "none", capture=True)
+    backlog.add(tokens, slot.n_past)
+    slot.commit(len(tokens))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_rows_that_wait_are_stored_and_do_not_survive_a_restore(name: str, tmp_path: Path) -> None:
+    tokens, other = prompt(110), prompt(90, seed=3)
+    with drafted_and_stored(name, tmp_path) as (drafted, store, _):
+        slot, backlog = drafted.target.slot, Backlog(drafted.forwards, drafted.drafter)
+        slot.reset()
+        backlog.begin()
+        for start, stop in ((0, 40), (40, 60)):
+            run(drafted, backlog, tokens[start:stop])
+        assert drafted.forwards.recorded == 60
+        snapshot = store.capture(slot, tokens[:60], backlog)
+        assert snapshot is not None
+        assert snapshot.contents.companion_strips
+        run(drafted, backlog, tokens[60:])
+        backlog.take()
+        expected = drafted.propose(9)
+        slot.reset()
+        backlog.begin()
+        run(drafted, backlog, other[:33])
+        backlog.take()
+        run(drafted, backlog, other[33:60])  # waits when the other sequence is put back
+        store.restore(slot, snapshot, backlog)
+        assert drafted.forwards.recorded == 0
+        assert backlog.covers(60)
+        run(drafted, backlog, tokens[60:])
+        assert backlog.covers(110)
+        assert drafted.propose(9) == expected
+        run(drafted, backlog, other[:10])
+        backlog.forget()
+        assert drafted.forwards.recorded == 0
+        assert backlog.covers(0)
+        snapshot.close()
 
 
 def test_drafts_of_other_files_are_of_other_kinds(tmp_path: Path) -> None:

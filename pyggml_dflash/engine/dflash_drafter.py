@@ -293,7 +293,7 @@ class DFlashDrafter:
         )
 
     def resume(self, n_past: int) -> None:
-        """The cells hold `n_past` positions."""
+        """The cells are about to hold `n_past` positions."""
         self._n_seen = n_past
 
     def forget(self) -> None:

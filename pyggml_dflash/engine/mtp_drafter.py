@@ -254,7 +254,7 @@ class MtpDrafter:
         return *cells, row_part(self._forwards.record["hidden"], 1, 1)
 
     def resume(self, n_past: int) -> None:
-        """The cells hold `n_past` positions."""
+        """The cells are about to hold `n_past` positions."""
         self._n_seen = n_past
 
     def forget(self) -> None:

@@ -57,10 +57,11 @@ class Slot:
         self.n_past, self.recent, self._offered = 0, (), ()
         self._n_written = max(self._n_written, n_tokens)
 
-    def resume(self, tokens: Sequence[int]) -> None:
-        """Stand behind `tokens`: their state is in the tensors, and all else of the slot is zero."""
-        self.n_past = self._n_written = len(tokens)
-        self.recent, self._offered = tuple(tokens[-RECENT_TOKENS:]), ()
+    def resume(self, n_past: int, newest: Sequence[int]) -> None:
+        """Stand behind `n_past` tokens, the `newest` at their end: the tensors hold their state and zeros."""
+        assert len(newest) >= min(n_past, RECENT_TOKENS)
+        self.n_past = self._n_written = n_past
+        self.recent, self._offered = tuple(newest[-RECENT_TOKENS:]), ()
 
 
 class SlotTable:

@@ -48,7 +48,7 @@ class Room:
 
 
 class SnapshotMemory:
-    """Memory for snapshots: the compute backend's own, or the system's, with at most `allowance` bytes.
+    """Memory for snapshots: that of the device that computes, or the system's; at most `allowance` bytes.
 
     `pinned` asks for system memory that a discrete GPU copies at full speed; where that cannot be had a
     warning says so, once, and snapshots lie in ordinary memory. It owns nothing: snapshots do.
@@ -63,9 +63,10 @@ class SnapshotMemory:
         pinned: bool = False,
         allowance: int | None = None,
     ) -> None:
-        """`host`: a CPU backend; not used where snapshots lie with the state."""
+        """`host`: a CPU backend. Snapshots on it outlive `compute`; those of an integrated GPU do not."""
         self.place = snapshot_place(compute.info.kind)
-        self.backend = compute if self.place == "device" else host
+        self.outlives_compute = compute.info.kind != "igpu"
+        self.backend = host if self.outlives_compute else compute
         self.allowance, self.n_held = allowance, 0
         self._ledger = ledger
         self._pinned_type = compute.pinned_buffer_type if pinned and self.place == "host" else None

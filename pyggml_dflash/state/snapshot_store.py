@@ -21,7 +21,7 @@ from pyggml_dflash.ggml.arena import host_view, write, zero
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.ggml.transfer import Transfer
-from pyggml_dflash.state.slot import Slot, SlotTable
+from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 from pyggml_dflash.state.snapshot import Contents, Room, Snapshot, SnapshotMemory, Tokens, frozen_tokens
 from pyggml_dflash.state.strips import Companion, Part, layout_strips, slot_parts, snapshot_bytes
 
@@ -178,28 +178,33 @@ class SnapshotStore:
             raise SnapshotError(reason)
         self._compute.synchronize()  # nothing that is queued may write behind the copies
         started = time.perf_counter()
-        parts = slot_parts(self._slots, slot, contents.n_past) + _fitting(contents, companion)
+        parts = slot_parts(self._slots, slot, contents.n_past)
+        if companion is not None:
+            parts += self._ready_companion(contents, companion)
         slot.vacate(contents.n_past)  # a reset clears all of it if this ends half-way
-        with Transfer(self._compute) as transfer:
-            for part, tensor in zip(parts, snapshot.tensors, strict=False):  # a companion's come last
-                _put(transfer, part, tensor)
-        slot.resume(contents.tokens.tolist())
-        if companion is not None and len(parts) > len(contents.strips):
-            companion.resume(contents.n_past)
-        elif companion is not None:
-            companion.forget()
-            self.counters.n_without_companion += 1
+        try:
+            with Transfer(self._compute) as transfer:
+                for part, tensor in zip(parts, snapshot.tensors, strict=False):  # a companion's come last
+                    _put(transfer, part, tensor)
+        except BaseException:
+            if companion is not None:
+                companion.forget()
+            raise
+        slot.resume(contents.n_past, contents.tokens[-RECENT_TOKENS:].tolist())
         self.counters.n_restored += 1
         self.counters.restored_bytes += sum(part.strip.n_bytes for part in parts)
         self.counters.restore_s += time.perf_counter() - started
 
-
-def _fitting(contents: Contents, companion: Companion | None) -> tuple[Part, ...]:
-    """Where a companion's strips go, if it is one that can continue from them."""
-    if companion is None or companion.kind != contents.companion:
+    def _ready_companion(self, contents: Contents, companion: Companion) -> tuple[Part, ...]:
+        """Have it forget what it knows; where its strips go, if it is one that can continue from them."""
+        companion.forget()
+        if companion.kind == contents.companion:
+            parts = companion.parts(contents.n_past)
+            if tuple(part.strip for part in parts) == contents.companion_strips:
+                companion.resume(contents.n_past)
+                return parts
+        self.counters.n_without_companion += 1
         return ()
-    parts = companion.parts(contents.n_past)
-    return parts if tuple(part.strip for part in parts) == contents.companion_strips else ()
 
 
 def _fill_tensor(tensor: Tensor, i: int, fill: Fill) -> None:

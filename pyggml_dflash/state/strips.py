@@ -55,8 +55,8 @@ class Companion(Protocol):
     """State of a sequence beside its slot, such as a drafter's: complete for a position, or of no use.
 
     `capture` asks `covers` and copies the parts if it says yes; a snapshot is complete without them.
-    `restore` fills the parts and calls `resume`, or calls `forget` if the snapshot has none that fit:
-    the rest of that sequence goes on without the companion, which `covers` then tells.
+    `restore` calls `forget`, and if the snapshot has strips that fit, `resume` and fills the parts. If
+    not, the rest of that sequence goes on without the companion, which `covers` then tells.
     """
 
     @property
@@ -64,16 +64,19 @@ class Companion(Protocol):
         """Equal for companions that can continue each other's state: name, types, sizes."""
 
     def covers(self, n_past: int) -> bool:
-        """True if it has seen exactly the first `n_past` positions of the sequence."""
+        """True if it has seen exactly the first `n_past` positions of the sequence.
+
+        What it has still to take in, it takes in first.
+        """
 
     def parts(self, n_past: int) -> tuple[Part, ...]:
         """Where its state of the first `n_past` positions lies, whatever it holds now."""
 
     def resume(self, n_past: int) -> None:
-        """The parts hold the state of `n_past` positions, all else is zero."""
+        """Having forgotten: the parts are about to hold the state of `n_past` positions."""
 
     def forget(self) -> None:
-        """It has seen nothing of the sequence that its slot now holds."""
+        """It has seen nothing of the sequence that its slot now holds; its state is zero."""
 
 
 def row_part(tensor: Tensor, n_rows: int, n_written: int) -> Part:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pyggml_dflash.arch.base import StateLayout, StateTensor
-from pyggml_dflash.ggml.arena import host_view, read_bytes, write
+from pyggml_dflash.ggml.arena import host_view, read_bytes, write, zero
 from pyggml_dflash.ggml.device import Backend, choose_device
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ledger import Ledger
@@ -130,6 +130,8 @@ class Ring:
     def forget(self) -> None:
         self.calls.append("forget")
         self.n_seen = 0
+        for tensor in (self.cells, self.row):
+            zero(tensor)
 
     def bytes(self) -> bytes:
         """Everything it holds."""

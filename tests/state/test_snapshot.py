@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pyggml_dflash.arch.base import StateLayout
+from pyggml_dflash.arch.base import StateLayout, StateTensor
 from pyggml_dflash.errors import BackendError, EngineClosed, SnapshotError
 from pyggml_dflash.ggml.arena import TensorArena, write
-from pyggml_dflash.ggml.device import Backend, DeviceKind
+from pyggml_dflash.ggml.device import Backend, DeviceKind, choose_device
 from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.ggml.transfer import Transfer
 from pyggml_dflash.state import snapshot_store
-from pyggml_dflash.state.snapshot import Contents, Snapshot, snapshot_place
+from pyggml_dflash.state.slot import SlotTable
+from pyggml_dflash.state.snapshot import Contents, Snapshot, SnapshotMemory, snapshot_place
 from pyggml_dflash.state.snapshot_store import (
     CLOSED,
     COPY_FAILED,
@@ -367,7 +370,7 @@ def test_a_companion_is_captured_and_restored_with_its_slot(states: States, ring
     states.store.restore(states.table.slots[1], snapshot, ring)
     n_used = 8 * min(n_past, 16)
     assert ring.bytes() == held[:n_used] + bytes(128 - n_used) + held[128:]
-    assert ring.calls == [f"resume {n_past}"]
+    assert ring.calls == ["forget", f"resume {n_past}"]
     assert states.bytes_of(states.table.slots[1]) == image
     states.store.restore(states.table.slots[2], snapshot)  # nobody there to take the rest
     assert states.bytes_of(states.table.slots[2]) == image
@@ -392,15 +395,66 @@ def test_another_companion_forgets_and_the_slot_is_restored(states: States, ring
     expected = states.expected(states.bytes_of(states.table.slots[0]), 40)
     snapshot = states.store.capture(states.table.slots[0], IDS[:40], ring)
     assert snapshot is not None
-    before = ring.bytes()
     if other == "kind":
         ring.kind = "another"
     else:
         ring.n_cells = 12
     states.store.restore(states.table.slots[1], snapshot, ring)
-    assert (ring.calls, ring.bytes()) == (["forget"], before)
+    assert (ring.calls, any(ring.bytes())) == (["forget"], False)
     assert states.bytes_of(states.table.slots[1]) == expected
     snapshot.close()
+
+
+def test_a_companion_of_a_restore_that_fails_has_seen_nothing(
+    states: States, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states.fill(states.table.slots[0], 40)
+    snapshot = states.store.capture(states.table.slots[0], IDS[:40], ring)
+    assert snapshot is not None
+    monkeypatch.setattr(snapshot_store, "Transfer", Failing)
+    Failing.n_left = len(LAYOUT.tensors) + 1  # one of the companion's strips gets there
+    with pytest.raises(BackendError):
+        states.store.restore(states.table.slots[1], snapshot, ring)
+    assert ring.calls == ["forget", "resume 40", "forget"]
+    assert not any(ring.bytes())
+    assert not ring.covers(40)
+    snapshot.close()
+
+
+def test_snapshots_in_system_memory_outlive_what_computed_them() -> None:
+    """As where a model's memory is given back and taken again."""
+    host, ledger = Backend(choose_device("CPU"), threads=1), Ledger()
+    tables = []
+    for n_ctx in (64, 48):
+        compute = Backend(choose_device("CPU"), threads=1)
+        layout = StateLayout(n_ctx=n_ctx, tensors=at_most(n_ctx))
+        table = SlotTable(compute, ledger, layout, 2)
+        tables.append((compute, table))
+        if n_ctx == 64:
+            memory = SnapshotMemory(compute, host, ledger)
+            states = States(compute, ledger, table, store_of(table, compute, memory))
+            snapshot, expected = captured(states, 0, 40)
+            assert memory.outlives_compute
+            table.close()
+            compute.close()
+    compute, table = tables[-1]
+    states = States(compute, ledger, table, store_of(table, compute, memory))
+    states.store.restore(table.slots[1], snapshot)
+    image = states.bytes_of(table.slots[1])
+    assert {n: data.ljust(len(expected[n]), b"\0") for n, data in image.items()} == expected
+    for each in (snapshot, table, compute, host):
+        each.close()
+
+
+def at_most(n_ctx: int) -> tuple[StateTensor, ...]:
+    """The tensors of LAYOUT with room for `n_ctx` positions."""
+    return tuple(
+        replace(t, shape=(t.shape[0], n_ctx // t.positions_per_row)) if t.grows else t for t in LAYOUT.tensors
+    )
+
+
+def store_of(table: SlotTable, compute: Backend, memory: SnapshotMemory) -> SnapshotStore:
+    return SnapshotStore(table, compute, memory, fingerprint=FINGERPRINT)
 
 
 def test_strips_are_equal_when_they_mean_the_same() -> None:

@@ -83,12 +83,12 @@ def choose_by_count(stored: Sequence[C], source: C | None = None) -> C | None:
     for entry in leaves:
         if not entry.protected:
             return entry
-    if source is None:
-        return leaves[0] if leaves else None
+    if source is None and leaves:
+        return leaves[0]
     inner = [entry for entry in free if not entry.protected]  # none of them is a leaf
     if inner:
         return min(inner, key=lambda entry: len(entry.tokens))
-    return None if source.protected or source.pinned else source
+    return None if source is None or source.protected or source.pinned else source
 
 
 def choose_by_bytes(stored: Sequence[C], excess: int, source: C | None = None) -> C | None:

@@ -62,6 +62,10 @@ def test_a_common_prefix_is_as_long_as_texts_are_alike(a: list[int], b: list[int
         (["a", "ab!"], None, "ab"),
         (["a*", "b*"], None, None),
         ([], None, None),
+        # every leaf is being read: the shallowest inner node
+        (["aa*", "ab", "aba*"], None, "ab"),
+        (["a!", "ab", "abc", "abcd*"], None, "ab"),
+        (["a!", "ab*"], None, None),
         # with one: it is skipped, then the shallowest inner node, never a protected leaf
         (["a", "b"], "a", "b"),
         (["a", "ab", "abc"], "abc", "a"),

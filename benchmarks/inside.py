@@ -72,7 +72,7 @@ def more_forwards(core: EngineCore, update: StateUpdate, max_width: int) -> Iter
 
 def last_graph(forwards: Forwards) -> StepGraph:
     """The kept graph that ran last."""
-    return next(reversed(forwards._cache._kept.values()))[0]
+    return next(reversed(forwards._cache._kept.values()))
 
 
 def compute(graph: StepGraph) -> None:

@@ -18,7 +18,6 @@ from inside import drafter_of, forwards_of, on_core
 from pyggml_dflash import Engine, GenerationResult
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafting import Backlog, Drafter, Proposal
-from pyggml_dflash.engine.graph_cache import GraphNeeds
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.step_costs import measure_steps
 from pyggml_dflash.engine.width import VerifyWidth
@@ -116,9 +115,9 @@ class FakeDrafter:
             )
         )
 
-    def needs(self, probe: MemoryProbe) -> GraphNeeds:
+    def needs(self, probe: MemoryProbe) -> int:
         """Nothing."""
-        return GraphNeeds()
+        return 0
 
     def close(self) -> None:
         """Nothing is owned."""

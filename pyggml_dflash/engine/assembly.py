@@ -251,14 +251,6 @@ class Assembly:
     drafter: Drafter | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptBytes:
-    """Most compute memory of graphs that are kept, for the target and the draft; None: no limit."""
-
-    target: int | None = None
-    draft: int | None = None
-
-
 def assemble(
     blueprint: Blueprint,
     weights: LoadedWeights,
@@ -266,7 +258,6 @@ def assemble(
     ledger: Ledger,
     stack: ExitStack,
     *,
-    kept: KeptBytes,
     relieve: Relieve | None = None,
 ) -> Assembly:
     """Make slots, forwards and drafter; with a dry ledger they can be measured only. `stack` frees them."""
@@ -281,7 +272,6 @@ def assemble(
         chunk=settings.chunk,
         host=b.host,
         recording=b.recording,
-        kept_bytes=kept.target,
         relieve=relieve,
     )
     stack.callback(forwards.close)
@@ -294,7 +284,6 @@ def assemble(
         ledger,
         forwards,
         stack,
-        kept_bytes=kept.draft,
         relieve=relieve,
     )
     return Assembly(slots, forwards, drafter)

@@ -24,7 +24,7 @@ from pyggml_dflash.arch.dflash import (
 )
 from pyggml_dflash.arch.dflash_config import DraftConfig
 from pyggml_dflash.engine.drafting import Proposal, distribution, ring_mask
-from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graph_cache import GraphCache, Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
@@ -43,7 +43,6 @@ from pyggml_dflash.state.fingerprint import model_identity
 from pyggml_dflash.state.strips import Part, row_part
 
 INJECT_ROWS: Final = 256  # committed rows taken in with one graph; no ring is smaller
-KEPT_BLOCKS: Final = 3  # block graphs that a plan sets memory aside for
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,6 @@ class DFlashDrafter:
         type_k: ElementType,
         type_v: ElementType,
         *,
-        kept_bytes: int | None = None,
         relieve: Relieve | None = None,
     ) -> None:
         self.config, self._weights, self._forwards, self._backend = config, weights, forwards, backend
@@ -100,14 +98,7 @@ class DFlashDrafter:
             arena.allocate(zero=True)
             self._inputs = InputArena(backend, ledger, "inputs", self._input_sizes())
             stack.callback(self._inputs.close)
-            self._cache = GraphCache(
-                backend,
-                ledger,
-                "draft graphs",
-                max_bytes=kept_bytes,
-                relieve=relieve,
-                built=forwards.built,
-            )
+            self._cache = GraphCache(backend, ledger, "draft graphs", relieve=relieve, built=forwards.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
@@ -204,8 +195,8 @@ class DFlashDrafter:
         n_vocab = self._forwards.model.config.n_vocab
         return walk(outputs[0][:n_drafts], scores[:n_drafts], sampler if drawn else None, n_vocab)
 
-    def needs(self, probe: MemoryProbe) -> GraphNeeds:
-        """What its graphs take at the end of the context, without running one."""
+    def needs(self, probe: MemoryProbe) -> int:
+        """Bytes of its largest graph of a whole context, without running one."""
         spans = tuple(ring.n_cells for ring in self._kinds)
         wants = ("candidates",) if self.config.selector else ("best", "logits")
         n_features = self._forwards.record["features"].shape[1]
@@ -215,8 +206,7 @@ class DFlashDrafter:
             for want in wants
         )
         inject = probe.graph(("inject", rows), partial(self._graph_of, self._build_inject, 0, rows)).compute
-        n_inject = 1 + -(-n_features // INJECT_ROWS)
-        return GraphNeeds(kept=KEPT_BLOCKS * block + n_inject * inject)
+        return max(block, inject)
 
     @staticmethod
     def _graph_of(

@@ -146,7 +146,6 @@ def make_drafter(
     forwards: Forwards,
     stack: ExitStack,
     *,
-    kept_bytes: int | None = None,
     relieve: Relieve | None = None,
 ) -> Drafter:
     """Load what the plan names; `stack` frees it."""
@@ -166,7 +165,6 @@ def make_drafter(
             forwards,
             type_k,
             type_v,
-            kept_bytes=kept_bytes,
             relieve=relieve,
         )
         stack.callback(dflash.close)
@@ -186,7 +184,6 @@ def make_drafter(
         max_drafts=plan.max_width - 1,
         type_k=type_k,
         type_v=type_v,
-        kept_bytes=kept_bytes,
         relieve=relieve,
     )
     stack.callback(mtp.close)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture
-from pyggml_dflash.engine.graph_cache import GraphNeeds
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.errors import BackendError
@@ -54,8 +53,8 @@ class Drafter(Companion, Protocol):
         on the rows before it and on its distribution, never on the token drawn there.
         """
 
-    def needs(self, probe: MemoryProbe) -> GraphNeeds:
-        """What its graphs take at the end of the context, without running one."""
+    def needs(self, probe: MemoryProbe) -> int:
+        """Bytes of its largest graph of a whole context, without running one."""
 
     def close(self) -> None:
         """Free everything."""

@@ -15,7 +15,6 @@ from typing import Final
 from pyggml_dflash.engine.assembly import (
     DEFAULT_MAX_CTX,
     Blueprint,
-    KeptBytes,
     Settings,
     assemble,
     first_ctx,
@@ -150,17 +149,16 @@ class Planner:
         """Bytes by device and name of an engine with these settings."""
         b, ledger = self.blueprint, Ledger(dry=True)
         with ExitStack() as stack:
-            parts = assemble(b, self._weights, settings, ledger, stack, kept=KeptBytes())
+            parts = assemble(b, self._weights, settings, ledger, stack)
             found = {
                 x.name: Counter(self._dry.by_label(x.name)) + Counter(ledger.by_label(x.name))
                 for x in b.backends
             }
             target = found[b.backend.name]
             self._probe.begin()
-            needs = parts.forwards.needs(self._probe)
-            target["prefill graph"], target["decode graphs"] = needs.shared, needs.kept
+            target["graphs"] = parts.forwards.needs(self._probe)
             if parts.drafter is not None:
-                target["draft graphs"] = parts.drafter.needs(self._probe).kept
+                target["draft graphs"] = parts.drafter.needs(self._probe)
             if self._probe.scratch:
                 target["graph scratch"] = self._probe.scratch
             if self.options.device_reserve_mib:
@@ -258,9 +256,3 @@ def find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Pl
 def mapped_bytes(labels: Mapping[str, int]) -> int:
     """Bytes of weights that stay in the mapped file."""
     return sum(n for label, n in labels.items() if label.endswith(MAPPED))
-
-
-def kept_bytes(plan: ChunkPlan) -> KeptBytes:
-    """What graphs may keep in an engine that follows a plan."""
-    terms = plan.shares[0].terms
-    return KeptBytes(target=terms["decode graphs"], draft=terms.get("draft graphs"))

@@ -9,7 +9,7 @@ from typing import Final
 
 from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.device import Backend
-from pyggml_dflash.ggml.graph import GraphAllocator, StepGraph, measure_graph
+from pyggml_dflash.ggml.graph import GraphAllocator, StepGraph
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import check_supported
@@ -20,15 +20,6 @@ KEPT_GRAPHS: Final = 64  # of every kind together; the least recently used goes 
 Relieve = Callable[[], object]  # gives back what can be made again, after an allocation that failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphNeeds:
-    """Compute memory that graphs may take, in bytes: the largest of those that share an allocator, and all
-    that are kept."""
-
-    shared: int = 0
-    kept: int = 0
-
-
 @dataclass(slots=True)
 class BuildCount:
     """How many graphs were built to be kept; a step in which it grows took longer than the next will."""
@@ -37,9 +28,11 @@ class BuildCount:
 
 
 class GraphCache:
-    """Graphs that run again, each with its memory, dropped in the order of their last use.
+    """Graphs that run again, and one piece of memory for all of them, which graphs that run once share.
 
-    The one used last stays whatever the limit, since its results may still be read.
+    No two run at the same time, and what a graph returns is copied out, so the memory is as large as the
+    largest needs it. When it has to grow, every kept graph is dropped, and built again when it is next asked
+    for. Otherwise they are dropped in the order of their last use.
     """
 
     def __init__(
@@ -48,63 +41,56 @@ class GraphCache:
         ledger: Ledger,
         label: str,
         *,
-        max_bytes: int | None = None,
         relieve: Relieve | None = None,
         built: BuildCount | None = None,
     ) -> None:
-        """`max_bytes`: most compute memory of all graphs together; None: no limit. `built` counts along."""
-        self._backend, self._ledger, self._label = backend, ledger, label
-        self._max_bytes, self._relieve = max_bytes, relieve
+        """`built` counts along."""
+        self._backend, self._relieve = backend, relieve
         self._built = BuildCount() if built is None else built
-        self._kept: OrderedDict[Hashable, tuple[StepGraph, GraphAllocator]] = OrderedDict()
+        self._memory = GraphAllocator(backend, ledger, label)
+        self._kept: OrderedDict[Hashable, StepGraph] = OrderedDict()
 
     def get(self, key: Hashable, build: Callable[[], tuple[GraphBuilder, tuple[Tensor, ...]]]) -> StepGraph:
         """The graph of `key`, built on first use."""
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
-            return found[0]
+            return found
         self._built.n += 1
         builder, outputs = build()
-        self._make_room(builder)
-        allocator = GraphAllocator(self._backend, self._ledger, self._label)
-        try:
-            graph = place(self._backend, builder, outputs, allocator, self._relieve)
-        except BaseException:
-            allocator.close()
-            raise
-        self._kept[key] = graph, allocator
+        while len(self._kept) >= KEPT_GRAPHS:
+            self._kept.popitem(last=False)[1].close()
+        self._kept[key] = graph = self.once(builder, outputs)
         return graph
 
-    def _make_room(self, builder: GraphBuilder) -> None:
-        while len(self._kept) >= KEPT_GRAPHS:
-            self._drop(*self._kept.popitem(last=False)[1])
-        if self._max_bytes is None:
-            return
-        wanted = measure_graph(self._backend, builder)
-        while len(self._kept) > 1 and self.n_bytes + wanted > self._max_bytes:
-            self._drop(*self._kept.popitem(last=False)[1])
+    def once(self, builder: GraphBuilder, outputs: tuple[Tensor, ...]) -> StepGraph:
+        """A graph that the caller runs before the next call, and closes; on failure the builder is closed."""
+        try:
+            if self._memory.must_move(builder):
+                self._drop_all()
+        except BaseException:
+            builder.close()
+            raise
+        return place(self._backend, builder, outputs, self._memory, self._relieve)
 
     @property
     def n_bytes(self) -> int:
-        """Compute memory of all graphs."""
-        return sum(allocator.n_bytes for _, allocator in self._kept.values())
+        """Compute memory held."""
+        return self._memory.n_bytes
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
         """What is kept, the least recently used first."""
         return tuple(self._kept)
 
-    @staticmethod
-    def _drop(graph: StepGraph, allocator: GraphAllocator) -> None:
-        graph.close()
-        allocator.close()
+    def _drop_all(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].close()
 
     def close(self) -> None:
-        """Free every graph."""
-        for kept in self._kept.values():
-            self._drop(*kept)
-        self._kept.clear()
+        """Free every graph and the memory."""
+        self._drop_all()
+        self._memory.close()
 
 
 def place(

@@ -1,8 +1,8 @@
 """Forwards of one model: builds graphs, keeps those that come again, feeds and runs them. Layer 6.
 
-A prefill graph is built for each chunk, since a chunk takes far longer than its build; all of them
-share one allocator. Decode and verify graphs are kept: the topology has no `n_past`, only the number
-of cache rows rounded up to a bucket, so a step writes four small inputs and runs.
+A prefill graph is built for each chunk, since a chunk takes far longer than its build. Decode and verify
+graphs are kept: the topology has no `n_past`, only the number of cache rows rounded up to a bucket, so a
+step writes four small inputs and runs. All of them share one piece of memory.
 
 With a `Recording`, forwards write what a drafter reads into tensors of their own, and verify forwards
 leave the recurrent state alone until `commit` says how many of their rows stay.
@@ -30,12 +30,11 @@ from pyggml_dflash.arch.base import (
     Step,
     Tap,
 )
-from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, GraphNeeds, Relieve, place
+from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
 from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
-from pyggml_dflash.ggml.graph import GraphAllocator
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run
@@ -45,9 +44,6 @@ from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 
-# Of the widest verify and commit graphs, the memory that a plan sets aside; narrower ones share it.
-KEPT_VERIFIES: Final = 4
-KEPT_COMMITS: Final = 8
 SHORT_TAIL: Final = 16  # rows of a prompt's last chunk below which kernels take other paths
 
 Logits = npt.NDArray[np.float32]
@@ -91,19 +87,14 @@ class Forwards:
         chunk: int,
         host: Backend | None,
         recording: Recording | None = None,
-        kept_bytes: int | None = None,
         relieve: Relieve | None = None,
     ) -> None:
-        """`host`: a CPU backend to gather embedding rows on when `backend` is no host device.
-
-        `kept_bytes`: most compute memory of the graphs that are kept; None: no limit.
-        """
+        """`host`: a CPU backend to gather embedding rows on when `backend` is no host device."""
         self._backend, self._ledger, self.model, self._slots = backend, ledger, model, slots
         self.n_ctx, self.chunk, self.recording = slots.layout.n_ctx, chunk, recording
         self.record: dict[str, Tensor] = {}
         self.recorded = 0  # rows at the front of the record that captures leave alone
         self.built = BuildCount()
-        self._relieve = relieve
         max_width = 1 if recording is None else recording.max_width
         self.record_rows = max(chunk, max_width)
         with ExitStack() as stack:
@@ -119,11 +110,7 @@ class Forwards:
             self._one = self._inputs(stack, 1)
             self._few = self._inputs(stack, max_width)
             self._many = self._inputs(stack, chunk)
-            self._prefill = GraphAllocator(backend, ledger, "prefill graph")
-            stack.callback(self._prefill.close)
-            self._cache = GraphCache(
-                backend, ledger, "decode graphs", max_bytes=kept_bytes, relieve=relieve, built=self.built
-            )
+            self._cache = GraphCache(backend, ledger, "graphs", relieve=relieve, built=self.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
@@ -185,7 +172,7 @@ class Forwards:
             form=self._form(n_past, n, n_kv),
         )
         self._fill(self._many, slot, tokens, key)
-        graph = place(self._backend, *self._build(key, self._many), self._prefill, self._relieve)
+        graph = self._cache.once(*self._build(key, self._many))
         if self.feeder is not None and ahead:
             self.feeder.expect(ahead, (*slot.recent, *tokens)[-RECENT_TOKENS:])
         try:
@@ -247,8 +234,8 @@ class Forwards:
         model = self.model
         return bool(model.architecture.record_tensors(model.config, commit.update, commit.width))
 
-    def needs(self, probe: MemoryProbe) -> GraphNeeds:
-        """What the forwards of a whole context take, without running one."""
+    def needs(self, probe: MemoryProbe) -> int:
+        """Bytes of the largest graph of a whole context, without running one."""
         captures, depths = self.recording is not None, self._depths()
 
         def largest(n_tokens: int, depths: Sequence[int]) -> int:
@@ -259,13 +246,11 @@ class Forwards:
                 for n, form in self._furthest(n_tokens, depths)
             )
 
-        decode = largest(1, depths)
-        kept = 2 * len(self._slots.slots) * decode  # this bucket of cache rows and the one before
+        found = [largest(1, depths)]
         if self.recording is not None:
-            kept += self._speculation_needs(probe, self.recording, depths)
+            found.append(self._speculation_needs(probe, self.recording, depths))
         chunks = {min(self.chunk, SHORT_TAIL), *self._most_rows()}
-        shared = max(decode, *(largest(n, (self.n_ctx,)) for n in chunks))
-        return GraphNeeds(shared=shared, kept=kept)
+        return max(*found, *(largest(n, (self.n_ctx,)) for n in chunks))
 
     def _speculation_needs(self, probe: MemoryProbe, recording: Recording, depths: Sequence[int]) -> int:
         width, update = recording.max_width, recording.update
@@ -273,11 +258,11 @@ class Forwards:
             GraphKey(n_tokens=width, n_kv=n, slot=0, output="all", update=update, capture=True, form=form)
             for n, form in self._furthest(width, depths)
         ]
-        kept = KEPT_VERIFIES * probe.largest(map(self._to_measure, verifies))
+        verify = probe.largest(map(self._to_measure, verifies))
         commit = Commit(slot=0, update=update, width=width, n_keep=width)
-        if self._records_state(commit):
-            kept += KEPT_COMMITS * probe.graph(commit, lambda: self._build_commit(commit)[0]).compute
-        return kept
+        if not self._records_state(commit):
+            return verify
+        return max(verify, probe.graph(commit, lambda: self._build_commit(commit)[0]).compute)
 
     def _most_rows(self) -> list[int]:
         """The most rows of a chunk at the end of the context in each form of a forward."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pyggml_dflash.engine.assembly import Assembly, Blueprint, assemble, draw, open_model
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafter_loader import DraftInfo
-from pyggml_dflash.engine.fit import Planner, find_fit, kept_bytes
+from pyggml_dflash.engine.fit import Planner, find_fit
 from pyggml_dflash.engine.fit_report import FitReport, make_report
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
@@ -261,7 +261,6 @@ def _allocated(
             planner.settings(plan.n_ctx, plan.chunk),
             ledger,
             attempt,
-            kept=kept_bytes(plan),
             relieve=trims.relieve,
         )
         if blueprint.backend.info.kind in ("gpu", "igpu"):

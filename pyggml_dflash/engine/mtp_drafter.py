@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture, GraphKey, MtpBlock, Step
 from pyggml_dflash.engine.drafting import Proposal, distribution
-from pyggml_dflash.engine.graph_cache import GraphCache, GraphNeeds, Relieve
+from pyggml_dflash.engine.graph_cache import GraphCache, Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
 from pyggml_dflash.engine.sampling import Sampler
@@ -31,7 +31,6 @@ from pyggml_dflash.state.fingerprint import model_identity
 from pyggml_dflash.state.strips import Part, row_part, state_parts
 
 INJECT_ROWS: Final = 512
-KEPT_STEPS: Final = 4  # of either kind, in this bucket of cache rows and the one before
 
 
 class MtpDrafter:
@@ -50,7 +49,6 @@ class MtpDrafter:
         type_k: ElementType,
         type_v: ElementType,
         weights: LoadedWeights | None = None,
-        kept_bytes: int | None = None,
         relieve: Relieve | None = None,
     ) -> None:
         self._backend, self._forwards = backend, forwards
@@ -83,14 +81,7 @@ class MtpDrafter:
             )
             self._extra = tuple(extra)
             stack.callback(self._inputs.close)
-            self._cache = GraphCache(
-                backend,
-                ledger,
-                "draft graphs",
-                max_bytes=kept_bytes,
-                relieve=relieve,
-                built=forwards.built,
-            )
+            self._cache = GraphCache(backend, ledger, "draft graphs", relieve=relieve, built=forwards.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
         self._n_seen = 0
@@ -197,15 +188,15 @@ class MtpDrafter:
             tokens.append(token)
         return Proposal(tuple(tokens), tuple(distributions) if drawn else None)
 
-    def needs(self, probe: MemoryProbe) -> GraphNeeds:
-        """What its graphs take in a whole context, without running one."""
+    def needs(self, probe: MemoryProbe) -> int:
+        """Bytes of its largest graph of a whole context, without running one."""
         n_hidden, n_cells = self._forwards.record["hidden"].shape[1], self._n_cells
         rows = min(INJECT_ROWS, n_hidden - 1)
         inject = probe.graph(("inject", rows), lambda: self._build_inject(0, rows)[0]).compute
         ends = last_of_each_run(lambda cell: self._step_key(cell).form, 0, n_cells)
         step = probe.largest(self._to_measure(self._step_key(cell)) for cell in ends)
-        n_inject = 1 + -(-n_hidden // INJECT_ROWS)
-        return GraphNeeds(kept=KEPT_STEPS * step + n_inject * inject)
+        carry = probe.graph(("carry", n_hidden - 1), lambda: self._build_carry(n_hidden - 1)[0]).compute
+        return max(step, inject, carry)
 
     def _to_measure(self, key: GraphKey) -> tuple[Hashable, Build]:
         return ("step", key), lambda: self._build_step(key, True)[0]

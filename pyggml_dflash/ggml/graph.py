@@ -64,8 +64,8 @@ def _measure(backend: Backend, graph: CData) -> int:
 class GraphAllocator(Handle):
     """Compute memory of one backend, shared by graphs that never run at the same time.
 
-    It grows when a graph needs more and charges the ledger for what it holds. Graphs placed earlier
-    must not run again after it has grown or placed another one.
+    It grows when a graph needs more and charges the ledger for what it holds. Graphs placed earlier stay
+    good while it does not move, as `must_move` tells.
     """
 
     __slots__ = ("_backend", "_charge", "_ledger", "label")
@@ -80,13 +80,21 @@ class GraphAllocator(Handle):
         """Bytes held now."""
         return int(lib.ggml_gallocr_get_buffer_size(self.ptr, 0))
 
+    def must_move(self, builder: GraphBuilder) -> bool:
+        """True if the graph can be placed only where earlier ones lose their memory."""
+        wanted = measure_graph(self._backend, builder)
+        one_piece = int(lib.ggml_backend_buft_get_max_size(self._backend.buffer_type))
+        return wanted > min(self.n_bytes, one_piece)
+
     def place(self, builder: GraphBuilder) -> None:
         """Give every node of the graph its address; raises `DeviceMemoryError` if there is no room."""
         device, held = self._backend.name, self.n_bytes
         with _prepared(self._backend, builder) as graph:
             wanted = _measure(self._backend, graph) if device in self._ledger.caps else 0
             self._ledger.charge(device, self.label, max(0, wanted - held)).release()
-            if not lib.ggml_gallocr_alloc_graph(self.ptr, graph):
+            # without a plan of its own, a graph with as many nodes would be laid out like the one before
+            planned = lib.ggml_gallocr_reserve(self.ptr, graph)
+            if not (planned and lib.ggml_gallocr_alloc_graph(self.ptr, graph)):
                 wanted = _measure(self._backend, graph)
                 self._start_anew()
                 free = self._ledger.free(device, self._backend.memory_free())
@@ -188,9 +196,6 @@ class StepGraph:
         self._reads: list[tuple[CData, CData, int]] = []
         arrays: list[npt.NDArray[Any]] = []
         for tensor in outputs:
-            if tensor.is_host:
-                arrays.append(host_view(tensor).reshape(-1, tensor.shape[0]))
-                continue
             array = np.empty((tensor.n_elements // tensor.shape[0], tensor.shape[0]), DTYPES[tensor.type])
             self._reads.append((tensor.ptr, ffi.from_buffer(array), array.nbytes))
             arrays.append(array)

@@ -18,7 +18,7 @@ def test_the_memory_of_a_context_is_shown_with_the_search_behind_it() -> None:
     for words in (
         "weights (mapped)",
         "state",
-        "prefill graph",
+        "graphs",
         "headroom",
         "contexts that were tried",
         "q4_0",

@@ -72,7 +72,7 @@ def test_a_larger_context_changes_nothing_that_a_forward_computes(long_llama: Pa
                     "mask": mask_bytes(forwards, len(tokens), 2 * BUCKET),
                     "buckets": [key.n_kv for key in forwards._cache.keys],
                     "nodes": compute_nodes(parts),
-                    "prefill memory": forwards._prefill.n_bytes,
+                    "memory of graphs": forwards._cache.n_bytes,
                     "logits": (last.tobytes() if last is not None else b"", row.tobytes()),
                 }
             )

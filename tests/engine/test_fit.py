@@ -427,7 +427,7 @@ def test_slots_share_the_memory_of_prompt_chunks(folder: Path) -> None:
             held.append(ledger.by_label("CPU"))
             planned = sum(made.fit.devices[0].terms.values())
             assert ledger.peak("CPU") <= planned
-    assert held[0]["prefill graph"] == held[1]["prefill graph"]
+    assert held[0]["graphs"] == held[1]["graphs"]
     assert held[0]["inputs"] == held[1]["inputs"]
 
 
@@ -444,7 +444,7 @@ def test_graphs_that_are_kept_stay_within_their_memory(folder: Path) -> None:
             for _ in range(30):
                 next(runs)
             held = ledger.by_label("CPU")
-            assert held["decode graphs"] <= terms["decode graphs"]
+            assert held["graphs"] <= terms["graphs"]
             assert held["draft graphs"] <= terms["draft graphs"]
 
 
@@ -514,7 +514,7 @@ def test_a_draft_and_its_cache_are_planned(draft: str, tmp_path: Path) -> None:
         max_ctx="auto",
         device="CPU",
         threads=1,
-        device_cap=mib(16),
+        device_cap=mib(10),
     )
     with_draft, without = fit_report(options), fit_report(replace(options, draft=None, spec="off"))
     assert 0 < with_draft.n_ctx < without.n_ctx
@@ -529,4 +529,4 @@ def test_a_draft_and_its_cache_are_planned(draft: str, tmp_path: Path) -> None:
             pass
         held = ledger.by_label("CPU")
         assert {label for label, n in held.items() if n > terms.get(label, 0)} == set()
-        assert ledger.peak("CPU") <= mib(16)["CPU"]
+        assert ledger.peak("CPU") <= mib(10)["CPU"]

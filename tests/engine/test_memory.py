@@ -40,7 +40,7 @@ def test_memory_tells_what_is_held_and_for_what() -> None:
         info = engine.info
     assert held["state"] == info.state_bytes
     assert held["weights (mapped)"] == info.weight_bytes["mapped"]
-    assert {"inputs", "prefill graph", "decode graphs"} < set(held)
+    assert {"inputs", "graphs"} < set(held)
     assert all(n > 0 for n in held.values())
     moved = sum(n for kind, n in info.weight_bytes.items() if kind != "mapped")
     assert sum(n for label, n in held.items() if label.startswith("weights (")) == (
@@ -135,7 +135,7 @@ def test_an_allocation_that_fails_anywhere_in_a_load_frees_the_rest(model: Path)
         assert error.wanted > error.free
         assert ledger.charged("CPU") == 0
         failed_for.add(error.what)
-    assert {"state", "inputs", "prefill graph", "decode graphs"} <= failed_for
+    assert {"state", "inputs", "graphs"} <= failed_for
 
 
 def _running_totals(ledger: Ledger) -> list[int]:
@@ -157,7 +157,7 @@ def test_a_forward_that_finds_no_memory_leaves_the_model_usable() -> None:
         expected = forwards.prefill(slots[0], prompt(8), "last")
         caps["CPU"] = ledger.charged("CPU")
         slots[0].reset()
-        with pytest.raises(DeviceMemoryError, match="prefill graph"):
+        with pytest.raises(DeviceMemoryError, match="graphs"):
             forwards.prefill(slots[0], prompt(64, seed=2), "all")
         assert slots[0].n_past == 0
         again = forwards.prefill(slots[0], prompt(8), "last")

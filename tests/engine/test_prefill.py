@@ -195,7 +195,7 @@ def test_a_failed_graph_allocation_is_relieved_and_tried_once_more() -> None:
     ledger = Ledger(caps=caps)
     with ExitStack() as stack:
         forwards = load_parts(stack, LLAMA, ledger)
-        forwards._relieve = relieve
+        forwards._cache._relieve = relieve
         slot = forwards._slots.slots[0]
         slot.reset()
         caps["CPU"] = ledger.charged("CPU")
@@ -209,12 +209,12 @@ def test_a_second_failure_is_the_end_and_the_engine_goes_on() -> None:
     ledger = Ledger(caps=caps)
     with ExitStack() as stack:
         forwards = load_parts(stack, LLAMA, ledger)
-        forwards._relieve = lambda: calls.append("relieve")
+        forwards._cache._relieve = lambda: calls.append("relieve")
         slot = forwards._slots.slots[0]
         slot.reset()
         expected = forwards.prefill(slot, prompt(8), "last")
         caps["CPU"] = ledger.charged("CPU")
-        with pytest.raises(DeviceMemoryError, match="prefill graph"):
+        with pytest.raises(DeviceMemoryError, match="graphs"):
             forwards.prefill(slot, prompt(64), "all")
         assert calls == ["relieve"]
         again = forwards.prefill(slot, prompt(8), "last")

@@ -11,7 +11,7 @@ import pytest
 
 from pyggml_dflash.arch import ARCHITECTURES
 from pyggml_dflash.arch.base import GraphKey
-from pyggml_dflash.engine.assembly import Assembly, KeptBytes, assemble, draw, open_model, settle
+from pyggml_dflash.engine.assembly import Assembly, assemble, draw, open_model, settle
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.graph import GraphAllocator
 from pyggml_dflash.ggml.ledger import Ledger
@@ -46,7 +46,7 @@ def made(options: EngineOptions, ledger: Ledger) -> Iterator[tuple[Assembly, Bac
         weights = LoadedWeights(blueprint.file, list(blueprint.placements), blueprint.backend, ledger)
         stack.callback(weights.close)
         settings = settle(options, blueprint.architecture, blueprint.config)
-        parts = assemble(blueprint, weights, settings, ledger, stack, kept=KeptBytes())
+        parts = assemble(blueprint, weights, settings, ledger, stack)
         yield parts, blueprint.backend
 
 

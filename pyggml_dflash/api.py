@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.engine.convert import ConvertedDraft, convert_draft
+from pyggml_dflash.engine.core import EngineCore, IsCancelled
 from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
 from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
 from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
@@ -134,6 +135,38 @@ class TextStream(Iterator[TextPiece]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        self._handle.cancel()
+
+
+class AsyncTextStream(AsyncIterator[TextPiece]):
+    """`TextStream` for asyncio: iterate over pieces in the event loop that submitted, then read `result`.
+
+    Who stops reading calls `cancel`.
+    """
+
+    def __init__(self, handle: RequestHandle, engine: Engine) -> None:
+        self._handle = handle
+        self._engine = engine  # kept open as long as somebody reads
+
+    def __aiter__(self) -> AsyncTextStream:
+        return self
+
+    async def __anext__(self) -> TextPiece:
+        piece = await self._handle.next_piece_async()
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole answer, once the pieces have been read. Raises what the request raised."""
+        return self._handle.result()
+
+    def cancel(self) -> None:
+        """Ask the engine to stop after the current step; `result` has what was generated until then."""
+        self._handle.cancel()
 
     def __del__(self) -> None:
         self._handle.cancel()
@@ -310,6 +343,31 @@ class Engine:
         ) as stream:
             return stream.result
 
+    async def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        spec: Spec | None = None,
+        spec_width: int | Auto | None = None,
+        ignore_eos: bool = False,
+        continues_text: bool = True,
+        progress: ProgressCallback | None = None,
+    ) -> AsyncTextStream:
+        """Queue a prompt and return its answer's stream; the event loop stays free.
+
+        `continues_text` False: the answer is a turn of its own, as after a rendered chat. `progress` is
+        called on the engine's thread. Raises `ContextOverflowError` as `stream` does.
+        """
+        prepare = partial(self._request, ignore_eos=ignore_eos, continues_text=continues_text)
+        drafting = spec, spec_width
+        request = await asyncio.to_thread(prepare, prompt, max_tokens, sampling, stop, logprobs, drafting)
+        handle = self._thread.submit(request, progress, loop=asyncio.get_running_loop())
+        return AsyncTextStream(handle, self)
+
     async def astream(
         self,
         prompt: Prompt,
@@ -323,15 +381,21 @@ class Engine:
         ignore_eos: bool = False,
     ) -> AsyncIterator[TextPiece]:
         """`stream` for asyncio: the event loop stays free; leaving the loop early cancels."""
-        prepare = partial(self._request, ignore_eos=ignore_eos)
-        drafting = spec, spec_width
-        request = await asyncio.to_thread(prepare, prompt, max_tokens, sampling, stop, logprobs, drafting)
-        handle = self._thread.submit(request, None, loop=asyncio.get_running_loop())
+        stream = await self.submit(
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            logprobs=logprobs,
+            spec=spec,
+            spec_width=spec_width,
+            ignore_eos=ignore_eos,
+        )
         try:
-            while (piece := await handle.next_piece_async()) is not None:
+            async for piece in stream:
                 yield piece
         finally:
-            handle.cancel()
+            stream.cancel()
 
     def render_chat(
         self,
@@ -417,6 +481,11 @@ class Engine:
         self._thread.check_open()
         return self._loaded.tokenizer.decode(self._check_tokens(tokens), skip_special=skip_special)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token's text, which may be a part of a character."""
+        self._thread.check_open()
+        return self._loaded.tokenizer.token_bytes(*self._check_tokens([token]))
+
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Teacher-forced logits, float32 [n_tokens, n_vocab]: row i is the prediction after token i."""
         ids = self._check_tokens(tokens)
@@ -442,6 +511,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine did since it was opened: trims of scratch pools, most memory held."""
         return self._thread.call(lambda core, _: core.stats())
+
+    def trim(self) -> int:
+        """Give cached blocks of legacy scratch pools back to the driver; returns the bytes released."""
+
+        def released(core: EngineCore, _: IsCancelled) -> int:
+            before = sum(trim.released_bytes for trim in core.stats().trims)
+            core.release_scratch()
+            return sum(trim.released_bytes for trim in core.stats().trims) - before
+
+        return self._thread.call(released)
 
     def close(self) -> None:
         """Cancel what runs and free everything; a second call does nothing."""
@@ -505,6 +584,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "AnswerEvent",
     "AnswerParser",
+    "AsyncTextStream",
     "CallArguments",
     "CallEnd",
     "CallStart",

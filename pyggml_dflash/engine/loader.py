@@ -23,6 +23,7 @@ from pyggml_dflash.engine.fit import Planner, find_fit
 from pyggml_dflash.engine.fit_report import FitReport, make_report
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
+from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.step_costs import learn_costs
 from pyggml_dflash.errors import ContextOverflowError, DamagedFileError, DeviceMemoryError, UsageError
 from pyggml_dflash.ggml.arena import TensorArena
@@ -88,6 +89,8 @@ class Loaded:
             raise UsageError(f"spec is {spec!r}; this engine {has}; open it with that")
         if spec != "off" and isinstance(width, int) and width > info.max_width:
             raise UsageError(f"spec_width is {width}; this engine verifies at most {info.max_width} rows")
+        if request.sampling.logit_bias:  # a sampler refuses biases of tokens that are not there
+            Sampler(request.sampling, (), n_vocab=info.n_vocab, forbidden=self.forbidden_ids)
 
     def drafts(self, request: GenerationRequest) -> bool:
         """True if tokens may be drafted."""

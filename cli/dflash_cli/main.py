@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "fit": "Show which context fits, and where the memory goes.",
     "inspect": "Show what is in a GGUF file and what it takes to run it.",
     "convert-draft": "Write a DFlash draft as a GGUF file, which llama.cpp reads as well.",
+    "serve": "Serve a model over HTTP, as OpenAI's and Anthropic's clients expect it.",
     "score": "Show how likely a text is under a model, token by token.",
     "devices": "List the devices that this build can compute on.",
     "profiles": "List the profiles that --profile takes.",

@@ -1,0 +1,133 @@
+"""The answers to one HTTP request, from the engine to whoever writes them. Layer 8.
+
+One request may ask for several answers; their events come in one order through one queue. Whatever ends
+the request early (the client is gone, the server stops, an answer fails) cancels all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeAlias
+
+from pyggml_dflash.api import AsyncTextStream
+from pyggml_dflash.errors import Cancelled
+from pyggml_dflash.requests import GenerationResult, Progress
+from pyggml_dflash.serve.desk import Ticket
+from pyggml_dflash.serve.parts import Part, Reader
+from pyggml_dflash.serve.questions import Question
+from pyggml_dflash.serve.service import Service
+
+Event: TypeAlias = "Progress | Part | GenerationResult"
+Indexed: TypeAlias = "tuple[int, Event]"
+
+
+class Answers:
+    """Answers in progress, from `open` to `close`, which cancels what still runs."""
+
+    def __init__(self, service: Service, questions: Sequence[Question], *, request_id: str) -> None:
+        self._service, self._questions, self._request_id = service, questions, request_id
+        self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._pumps: list[asyncio.Task[None]] = []
+
+    @property
+    def n(self) -> int:
+        """How many answers there are."""
+        return len(self._questions)
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompts; those of one prompt with several answers count once."""
+        return sum(len(tokens) for tokens in {id(q.tokens): q.tokens for q in self._questions}.values())
+
+    @property
+    def position(self) -> int:
+        """The place in the queue of the first answer that waits; 0 if none does."""
+        places = [self._service.desk.position(ticket) for ticket in self._tickets]
+        return min((place for place in places if place), default=0)
+
+    async def open(self) -> None:
+        """Queue all of them; raises what the engine refuses, or that there are too many."""
+        desk, engine, loop = self._service.desk, self._service.engine, asyncio.get_running_loop()
+        desk.check_room(self.n)
+        self._tickets = [desk.admit(self._request_id, len(q.tokens)) for q in self._questions]
+        try:
+            for i, question in enumerate(self._questions):
+                stream = await question.submit(engine, _Reporter(self, i, loop))
+                self._pumps.append(asyncio.create_task(self._pump(i, stream)))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Cancel what runs; a second call does nothing."""
+        for pump in self._pumps:
+            pump.cancel()
+        if self._pumps:
+            await asyncio.wait(self._pumps)
+        for ticket in self._tickets:
+            self._service.desk.leave(ticket)
+
+    async def events(self, patience_s: float | None = None) -> AsyncIterator[Indexed | None]:
+        """Events with the index of their answer, up to the last result; None after so long without one.
+
+        Raises what an answer raised.
+        """
+        n_open = self.n
+        while n_open:
+            try:
+                index, event = await asyncio.wait_for(self._events.get(), patience_s)
+            except asyncio.TimeoutError:
+                yield None
+                continue
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, GenerationResult):
+                n_open -= 1
+                if event.finish_reason == "cancelled":
+                    raise Cancelled("the engine stopped the answer")
+            yield index, event
+
+    def report(self, index: int, progress: Progress) -> None:
+        """Take in how far the engine has read a prompt."""
+        self._tickets[index].on_progress(progress)
+        self._events.put_nowait((index, progress))
+
+    async def _pump(self, index: int, stream: AsyncTextStream) -> None:
+        """From the engine's stream to events; leaves the desk when the answer is over."""
+        ticket, reader, metrics = self._tickets[index], Reader(), self._service.metrics
+        put, last_s = self._events.put_nowait, ticket.started_s
+        try:
+            async for piece in stream:
+                now = time.monotonic()
+                metrics.on_piece(now - last_s, len(piece.tokens), first=ticket.state != "decode")
+                ticket.on_tokens(len(piece.tokens))
+                last_s = now
+                for part in reader.push(piece):
+                    put((index, part))
+            for part in reader.finish():
+                put((index, part))
+            self._service.count(stream.result)
+            put((index, stream.result))
+        except asyncio.CancelledError:
+            metrics.on_cancel()
+            raise
+        except Exception as error:
+            put((index, error))
+        finally:
+            stream.cancel()
+            self._service.desk.leave(ticket)
+
+
+class _Reporter:
+    """Carries progress from the engine's thread to the event loop."""
+
+    def __init__(self, answers: Answers, index: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._answers, self._index, self._loop = answers, index, loop
+
+    def __call__(self, progress: Progress) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody listens
+            self._loop.call_soon_threadsafe(self._answers.report, self._index, progress)

@@ -1,0 +1,214 @@
+"""POST /v1/chat/completions. Layer 8."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from pyggml_dflash.api import Engine
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.requests import GenerationResult, TokenLogprob, Usage
+from pyggml_dflash.serve.answers import Answers
+from pyggml_dflash.serve.bodies import json_bytes
+from pyggml_dflash.serve.documents import answer_responses
+from pyggml_dflash.serve.fields import check_count, stop_texts
+from pyggml_dflash.serve.openai_bodies import (
+    AnswerFields,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatRequest,
+    TokenBody,
+    TopToken,
+    UsageBody,
+    finish_reason,
+    finite,
+    timings_body,
+    usage_body,
+)
+from pyggml_dflash.serve.parts import Part
+from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.questions import Question, chat_tokens, check_choices
+from pyggml_dflash.serve.service import Service, off_loop
+from pyggml_dflash.serve.sse import Gathered, data, reply
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def chat_routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", responses=answer_responses(ChatCompletion), tags=["OpenAI"])
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        question = await off_loop(lambda: ask(service, body))
+        questions = question.times(body.n or 1)
+        usage = wants_usage(body)
+
+        def writer(answers: Answers) -> ChatWriter:
+            return ChatWriter(service, answers, include_usage=usage)
+
+        return await reply(request, service, questions, writer, stream=bool(body.stream))
+
+    return router
+
+
+def wants_usage(body: AnswerFields) -> bool:
+    """True if a stream is to end with counts."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def ask(service: Service, body: ChatRequest) -> Question:
+    """The question of a request. Renders and tokenizes: not for the event loop."""
+    options, engine = service.options, service.engine
+    service.check_model(body.model)
+    service.desk.check_room(1)
+    check_count(body.messages, options.max_messages)
+    check_choices(body.n or 1, options.max_choices)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise UsageError(f"top_logprobs is {body.top_logprobs}, but logprobs is not true")
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if body.max_completion_tokens not in (None, max_tokens):
+        raise UsageError("max_tokens and max_completion_tokens differ; give one")
+    return Question(
+        tokens=chat_tokens(
+            engine, [message.for_template() for message in body.messages], reasoning=reasoning(body)
+        ),
+        max_tokens=options.default_max_tokens if max_tokens is None else max_tokens,
+        sampling=body.sampling(options.sampling),
+        stop=stop_texts(body.stop),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        spec=body.spec,
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def reasoning(body: ChatRequest) -> bool | None:
+    """Whether the model is to think first; None leaves it to the template."""
+    switches = body.chat_template_kwargs
+    said = {
+        "reasoning_effort": None if body.reasoning_effort is None else body.reasoning_effort != "none",
+        "chat_template_kwargs.enable_thinking": None if switches is None else switches.enable_thinking,
+        "chat_template_kwargs.thinking": None if switches is None else switches.thinking,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise UsageError(f"{' and '.join(given)} contradict each other; give one")
+    return next(iter(given.values()), None)
+
+
+class ChatWriter:
+    """Writes chat completions, whole and as chunks."""
+
+    def __init__(self, service: Service, answers: Answers, *, include_usage: bool) -> None:
+        self._engine, self._model = service.engine, service.model_name
+        self._answers, self._include_usage = answers, include_usage
+        self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self._usages: list[Usage] = []
+
+    def whole(self, gathered: Gathered) -> ChatCompletion:
+        """The body of a request that is not streamed."""
+        return ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(i, parts, result) for i, (parts, result) in enumerate(gathered)],
+            usage=self._usage([result.usage for _, result in gathered]),
+            timings=timings_body(gathered[0][1]),
+        )
+
+    def begin(self) -> Iterator[bytes]:
+        """A chunk for each answer, with its role."""
+        for i in range(self._answers.n):
+            yield self._chunk(
+                ChatChunkChoice(
+                    index=i, delta=ChatDelta(role="assistant", content=""), logprobs=None, finish_reason=None
+                )
+            )
+
+    def write(self, index: int, event: Part | GenerationResult) -> Iterator[bytes]:
+        """Text as it comes, then how the answer ended."""
+        if isinstance(event, GenerationResult):
+            self._usages.append(event.usage)
+            end = ChatChunkChoice(
+                index=index, delta=ChatDelta(), logprobs=None, finish_reason=finish_reason(event)
+            )
+            yield self._chunk(end, event)
+        else:
+            logprobs = self._logprobs(event.logprobs)
+            yield self._chunk(
+                ChatChunkChoice(
+                    index=index, delta=ChatDelta(content=event.text), logprobs=logprobs, finish_reason=None
+                )
+            )
+
+    def end(self) -> Iterator[bytes]:
+        """Counts, if they are wanted, and the word that OpenAI's streams end with."""
+        if self._include_usage:
+            yield self._event([], usage=self._usage(self._usages))
+        yield DONE
+
+    def fail(self, problem: Problem) -> Iterable[bytes]:
+        """OpenAI's clients raise what an event with `error` says."""
+        return [data(json_bytes(problem.openai))]
+
+    def _choice(self, index: int, parts: Sequence[Part], result: GenerationResult) -> ChatChoice:
+        text = "".join(part.text for part in parts)
+        return ChatChoice(
+            index=index,
+            message=ChatAnswer(role="assistant", content=text, refusal=None),
+            logprobs=self._logprobs(result.logprobs),
+            finish_reason=finish_reason(result),
+        )
+
+    def _chunk(self, choice: ChatChunkChoice, result: GenerationResult | None = None) -> bytes:
+        return self._event([choice], result=result)
+
+    def _event(
+        self,
+        choices: list[ChatChunkChoice],
+        *,
+        usage: UsageBody | None = None,
+        result: GenerationResult | None = None,
+    ) -> bytes:
+        chunk = ChatChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+        )
+        if self._include_usage:  # null in all but the last
+            chunk.usage = usage
+        if result is not None:
+            chunk.timings = timings_body(result)
+        return data(chunk.json_bytes())
+
+    def _usage(self, usages: list[Usage]) -> UsageBody:
+        return usage_body(usages, self._answers.n_prompt)
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        if not logprobs:
+            return None
+        return ChatLogprobs(content=[_token(self._engine, token) for token in logprobs])
+
+
+def _token(engine: Engine, token: TokenLogprob) -> TokenBody:
+    best = [_described(engine, other, logprob) for other, logprob in token.top]
+    own = _described(engine, token.token, token.logprob)
+    return TokenBody(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=best)
+
+
+def _described(engine: Engine, token: int, logprob: float) -> TopToken:
+    text = engine.token_bytes(token)
+    return TopToken(token=text.decode(errors="replace"), logprob=finite(logprob), bytes=list(text))

@@ -1,0 +1,122 @@
+"""Who is served and who waits: every answer in progress, and how many there may be. Layer 8.
+
+Used on the event loop only. What the engine reports decides the states, so the desk knows no policy of it:
+an answer waits until its prefill begins.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from pyggml_dflash.requests import GenerationResult, Progress
+from pyggml_dflash.serve.problems import Problem
+
+State = Literal["queued", "prefill", "decode"]
+RETRY_AFTER_S: Final = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Ticket:
+    """One answer in progress."""
+
+    number: int
+    request_id: str
+    n_prompt: int
+    started_s: float = field(default_factory=time.monotonic)
+    state: State = "queued"
+    n_prefilled: int = 0
+    n_cached: int = 0
+    n_generated: int = 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was admitted."""
+        return time.monotonic() - self.started_s
+
+    def on_progress(self, progress: Progress) -> None:
+        """The engine reads the prompt; its first report tells what it need not read."""
+        if self.state == "queued":
+            self.state, self.n_cached = "prefill", progress.done
+        self.n_prefilled = progress.done
+
+    def on_tokens(self, n: int) -> None:
+        """The engine made `n` tokens of the answer certain."""
+        self.state = "decode"
+        self.n_prefilled = self.n_prompt
+        self.n_generated += n
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was answered since the start."""
+
+    answers: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_hits: int = 0
+    completion_tokens: int = 0
+    verify_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, result: GenerationResult) -> None:
+        """Count an answer that ended, also one that was cancelled."""
+        usage, spec = result.usage, result.speculation
+        self.answers += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.cache_hits += usage.cached_tokens > 0
+        self.completion_tokens += usage.completion_tokens
+        if spec is not None:
+            self.verify_steps += spec.verify_steps
+            self.drafted += spec.drafted
+            self.accepted += spec.accepted
+
+
+class Desk:
+    """Admits answers up to `n_slots` + `queue_limit`, and shows what they do."""
+
+    def __init__(self, queue_limit: int) -> None:
+        self.queue_limit, self.n_slots = queue_limit, 1
+        self.totals = Totals()
+        self._tickets: dict[int, Ticket] = {}
+        self._last_number = 0
+
+    def check_room(self, n: int) -> None:
+        """Refuse `n` more answers if they are too many; those of the only request are not."""
+        n_there = len(self._tickets)
+        if n_there and n_there + n > self.n_slots + self.queue_limit:
+            raise Problem(
+                429,
+                f"{n_there} answers run or wait, and {self.n_slots + self.queue_limit} may; try again",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+
+    def admit(self, request_id: str, n_prompt: int) -> Ticket:
+        """A ticket for an answer, after `check_room`."""
+        self._last_number += 1
+        ticket = Ticket(number=self._last_number, request_id=request_id, n_prompt=n_prompt)
+        self._tickets[ticket.number] = ticket
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """The answer ended or is no longer wanted."""
+        self._tickets.pop(ticket.number, None)
+
+    def position(self, ticket: Ticket) -> int:
+        """How many waiting answers come before this one, itself included; 0 if it does not wait."""
+        waiting = [t.number for t in self.waiting]
+        return waiting.index(ticket.number) + 1 if ticket.number in waiting else 0
+
+    @property
+    def waiting(self) -> list[Ticket]:
+        """Answers that the engine has not begun, in order."""
+        return [t for t in self._tickets.values() if t.state == "queued"]
+
+    @property
+    def running(self) -> list[Ticket]:
+        """Answers that the engine works on."""
+        return [t for t in self._tickets.values() if t.state != "queued"]

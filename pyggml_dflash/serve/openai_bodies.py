@@ -1,0 +1,253 @@
+"""OpenAI's chat and text completions: what a request may have, and what an answer looks like. Layer 8."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pyggml_dflash.requests import GenerationResult, Usage
+from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported
+from pyggml_dflash.serve.fields import ChatMessage, Count, SamplingFields, StreamOptions, TokenId
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+FinishReason = Literal["stop", "length"]
+NO_LOGPROB = -9999.0  # OpenAI's figure for a token that cannot be
+
+
+class TemplateSwitches(RequestBody):
+    """Variables of the chat template."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class TextFormat(RequestBody):
+    """An answer without a form of its own."""
+
+    type: Literal["text"]
+
+
+class AnswerFields(SamplingFields):
+    """What chat and text completions have in common."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists; absent: the model there is.")
+    n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Answers to the same prompt.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Ignored = None
+    metadata: Ignored = None
+
+
+class ChatRequest(AnswerFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    reasoning_effort: Effort | None = Field(
+        None, description="'none': no thinking; every other level: thinking, and levels are not told apart."
+    )
+    chat_template_kwargs: TemplateSwitches | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    parallel_tool_calls: Ignored = None
+    prediction: Ignored = None
+    tools: Unsupported = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+
+class CompletionRequest(AnswerFields):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    ) = Field(description="A text, token ids, or a list of either.")
+    max_tokens: Count | None = Field(None, description="Absent: as the server was started, not 16.")
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Unsupported = None
+
+
+class PromptDetails(ResponseBody):
+    """Of the prompt's tokens, those that were not computed again."""
+
+    cached_tokens: int
+
+
+class UsageBody(ResponseBody):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TimingsBody(ResponseBody):
+    """How long the phases took; of several answers the first one's."""
+
+    cached_prefix_tokens: int
+    prefilled_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    acceptance_length: float | None
+
+
+class TopToken(ResponseBody):
+    """A token that could have stood in a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenBody(TopToken):
+    """The token of a place, and its best alternatives."""
+
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(ResponseBody):
+    """Tokens of an answer; `bytes` has what is a part of a character."""
+
+    content: list[TokenBody]
+
+
+class ChatAnswer(ResponseBody):
+    """The message of an answer."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(ResponseBody):
+    """One answer."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(ResponseBody):
+    """A whole chat completion."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    timings: TimingsBody
+
+
+class ChatDelta(ResponseBody):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChunkChoice(ResponseBody):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(ResponseBody):
+    """One event of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | None = None
+    timings: TimingsBody | None = None
+
+
+class CompletionLogprobs(ResponseBody):
+    """Tokens of a text completion; `text_offset` counts characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseBody):
+    """One answer, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(ResponseBody):
+    """A text completion, or one event of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+    timings: TimingsBody | None = None
+
+
+def usage_body(usages: list[Usage], n_prompt: int) -> UsageBody:
+    """Counts of one request; `n_prompt`: tokens of its prompts, which several answers may share."""
+    n_generated = sum(usage.completion_tokens for usage in usages)
+    cached = min(n_prompt, sum(usage.cached_tokens for usage in usages))
+    return UsageBody(
+        prompt_tokens=n_prompt,
+        completion_tokens=n_generated,
+        total_tokens=n_prompt + n_generated,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+    )
+
+
+def timings_body(result: GenerationResult) -> TimingsBody:
+    """Milliseconds of one answer."""
+    usage, timings, spec = result.usage, result.timings, result.speculation
+    return TimingsBody(
+        cached_prefix_tokens=usage.cached_tokens,
+        prefilled_tokens=usage.prompt_tokens - usage.cached_tokens,
+        queue_ms=1000 * timings.queue_s,
+        prefill_ms=1000 * timings.prefill_s,
+        decode_ms=1000 * timings.decode_s,
+        acceptance_length=None if spec is None or not spec.verify_steps else spec.acceptance_length,
+    )
+
+
+def finish_reason(result: GenerationResult) -> FinishReason:
+    """How an answer that was not cancelled ended."""
+    return "length" if result.finish_reason == "length" else "stop"
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can have."""
+    return max(logprob, NO_LOGPROB)

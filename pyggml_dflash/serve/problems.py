@@ -1,0 +1,193 @@
+"""What goes wrong, as HTTP answers in the shape that the caller's client reads. Layer 8.
+
+The one place where an error becomes a status: OpenAI's object everywhere, Anthropic's below /v1/messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from pyggml_dflash.errors import (
+    Cancelled,
+    ContextOverflowError,
+    DeviceMemoryError,
+    DflashError,
+    EngineClosed,
+    ModelFileError,
+    UsageError,
+)
+from pyggml_dflash.serve.bodies import json_response
+
+LOG: Final = logging.getLogger(__name__)
+ANTHROPIC_PATHS: Final = "/v1/messages"
+_NO_NOISE: Final = frozenset({"body", "str", "int", "float", "bool", "function-after", "nullable"})
+
+# HTTP status -> type of OpenAI's error, type of Anthropic's
+_TYPES: Final = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("service_unavailable", "overloaded_error"),
+}
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error; the numbers are there where a prompt is too long."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    n_ctx: int | None = None
+    n_prompt: int | None = None
+    max_tokens: int | None = None
+
+
+class ErrorBody(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Anthropic's error; the numbers are there where a prompt is too long."""
+
+    type: str
+    message: str
+    n_ctx: int | None = None
+    n_prompt: int | None = None
+    max_tokens: int | None = None
+
+
+class AnthropicErrorBody(BaseModel):
+    """An error in Anthropic's shape."""
+
+    type: str
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+
+
+@dataclass(eq=False)
+class Problem(Exception):
+    """An HTTP answer that is no success; raised anywhere below a route."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    numbers: Mapping[str, int | None] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """The body in OpenAI's shape."""
+        kind = _TYPES.get(self.status, _TYPES[500])[0]
+        detail = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": {**detail, **self.numbers}}
+
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The body in Anthropic's shape."""
+        kind = _TYPES.get(self.status, _TYPES[500])[1]
+        return {"type": "error", "error": {"type": kind, "message": self.message, **self.numbers}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The body in the shape that clients of this path read."""
+        return self.anthropic if path.startswith(ANTHROPIC_PATHS) else self.openai
+
+    def response(self, path: str) -> Response:
+        """The whole answer."""
+        return json_response(self.body_for(path), self.status, self.headers)
+
+
+def problem_of(error: BaseException) -> Problem:
+    """What an error means to an HTTP client."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, ContextOverflowError):
+        numbers = {"n_ctx": error.n_ctx, "n_prompt": error.n_prompt, "max_tokens": error.max_tokens}
+        return Problem(400, str(error), code="context_length_exceeded", numbers=numbers)
+    if isinstance(error, (UsageError, ModelFileError)):  # of a file: its chat template cannot be used
+        return Problem(400, str(error), code="invalid_value")
+    if isinstance(error, (EngineClosed, Cancelled)):
+        return Problem(503, "the server is stopping", code="stopping")
+    if isinstance(error, DeviceMemoryError):
+        return Problem(503, str(error), code="out_of_memory", headers={"Retry-After": "5"})
+    if isinstance(error, DflashError):
+        LOG.error("a request failed: %s", error)
+        return Problem(500, str(error), code="engine_failure")
+    LOG.error("a request failed", exc_info=error)
+    return Problem(500, "the server failed; its log has the reason", code="internal_error")
+
+
+def problem_of_validation(error: RequestValidationError) -> Problem:
+    """The field that cannot be used, by the path of names and indexes that leads to it."""
+    found = error.errors()
+    unreadable = next((e for e in found if e["type"] == "json_invalid"), None)
+    if unreadable is not None:
+        reason = unreadable.get("ctx", {}).get("error", "it cannot be read")
+        return Problem(400, f"the body is no JSON: {reason}", code="invalid_json")
+    # Of a union's branches the one that fits best: it gets furthest, and refuses a value and not a type.
+    worst = max(found, key=lambda e: (len(_path(e["loc"])), not e["type"].endswith("_type")))
+    where = _path(worst["loc"])
+    if not where:
+        what = "the body must be a JSON object, sent with Content-Type: application/json"
+        return Problem(400, what, code="invalid_body")
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    return Problem(400, _refusal(name, worst), code="invalid_value", param=name)
+
+
+def _path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Without what pydantic says of types: `body`, and the branches of unions."""
+    return tuple(part for part in loc if isinstance(part, int) or (part not in _NO_NOISE and "[" not in part))
+
+
+def _refusal(name: str, error: Mapping[str, Any]) -> str:
+    kind = error["type"]
+    if kind == "missing":
+        return f"{name} is missing"
+    if kind == "extra_forbidden":
+        return f"{name} is not known here; it would be ignored, so it is refused"
+    shown = ascii(error.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    if kind == "none_required":
+        return f"{name} is {shown}; this server does not support it"
+    message = str(error["msg"])
+    return f"{name} is {shown}; {message[:1].lower()}{message[1:]}"
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in these shapes."""
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return problem_of_validation(error).response(request.url.path)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        problem = Problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        return problem.response(request.url.path)
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return problem_of(error).response(request.url.path)
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    for kind in (Problem, DflashError, Exception):
+        app.add_exception_handler(kind, on_error)

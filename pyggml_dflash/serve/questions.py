@@ -1,0 +1,70 @@
+"""What a request asks of the engine. Layer 8.
+
+The one place where request fields become arguments of `Engine.submit`: routes make a `Question`, whatever
+protocol they speak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pyggml_dflash.api import AsyncTextStream, Engine
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.options import MAX_SEED, SamplingOptions, Spec
+from pyggml_dflash.requests import ProgressCallback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt in tokens, and how to answer it."""
+
+    tokens: tuple[int, ...] = field(repr=False)
+    max_tokens: int | None
+    sampling: SamplingOptions
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    spec: Spec | None = None
+    ignore_eos: bool = False
+    continues_text: bool = False
+
+    async def submit(self, engine: Engine, progress: ProgressCallback) -> AsyncTextStream:
+        """Queue it; raises what the engine refuses."""
+        return await engine.submit(
+            self.tokens,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            stop=self.stop,
+            logprobs=self.logprobs,
+            spec=self.spec,
+            ignore_eos=self.ignore_eos,
+            continues_text=self.continues_text,
+            progress=progress,
+        )
+
+    def times(self, n: int) -> tuple[Question, ...]:
+        """`n` times the same question, each with a seed of its own where one was given."""
+        seed = self.sampling.seed
+        if seed is None:
+            return (self,) * n
+        seeds = [(seed + i) % (MAX_SEED + 1) for i in range(n)]
+        return tuple(replace(self, sampling=replace(self.sampling, seed=s)) for s in seeds)
+
+
+def check_choices(n: int, most: int) -> None:
+    """Refuse a request for too many answers."""
+    if n > most:
+        raise UsageError(f"{n} answers are asked for; this server gives at most {most} to one request")
+
+
+def chat_tokens(
+    engine: Engine,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    reasoning: bool | None = None,
+) -> tuple[int, ...]:
+    """The prompt of a conversation, by the model's template. Takes a while: not for the event loop."""
+    prompt = engine.render_chat(messages, tools=tools, reasoning=reasoning)
+    return tuple(engine.tokenize(prompt, add_special=False))

@@ -1,0 +1,145 @@
+"""`dflash serve` as a process: it says where it is, answers, and stops when told to."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from pyggml_dflash import EngineOptions, Progress, UsageError
+from pyggml_dflash.serve.server import serve
+from pyggml_dflash.serve.settings import ServeOptions
+from tests.cli.dflash_command import COMMAND, LIMIT_S, PICO, dflash
+from tests.engine.apart import program
+from tests.engine.tiny import QWEN3
+from tests.serve.live import CHAT, STORY
+
+ENGINE = ("--max-ctx", "512", "--threads", "1", "--device", "CPU", "--spec", "off", "--port", "0")
+
+
+@contextmanager
+def serving(*args: str, env: Mapping[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process once it serves, and its address."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", str(PICO), *ENGINE, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        match = re.fullmatch(r"dflash: serving pico at (http://\S+) \(512 tokens x 1\)\n", line)
+        assert match, line
+        yield process, match[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_answers_until_it_is_told_to_stop(number: signal.Signals) -> None:
+    with serving() as (process, url):
+        answer = httpx.post(url + CHAT, json={"messages": STORY, "max_tokens": 4}, timeout=LIMIT_S)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_an_answer_that_runs_when_it_is_told_to_stop_comes_to_its_end() -> None:
+    body = {"messages": STORY, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with serving() as (process, url):
+        with httpx.stream("POST", url + CHAT, json=body, timeout=LIMIT_S) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if "Once" in line)
+            process.send_signal(signal.SIGINT)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_the_key_may_come_from_the_environment() -> None:
+    with serving(env={"DFLASH_API_KEY": "k3y"}) as (_, url):
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers={"x-api-key": "k3y"}).status_code == 200
+
+
+def test_flags_reach_requests_that_do_not_say() -> None:
+    with serving("--default-max-tokens", "3", "--model-name", "tiny", "--log-requests") as (process, url):
+        answer = httpx.post(url + CHAT, json={"messages": STORY}, timeout=LIMIT_S).json()
+        assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 3)
+        process.send_signal(signal.SIGINT)
+        assert f"POST {CHAT} 200" in process.communicate(timeout=LIMIT_S)[1]
+
+
+def test_a_stop_while_the_model_loads_is_an_end_like_any_other() -> None:
+    reports: list[Progress] = []
+    opened: list[str] = []
+
+    def progress(report: Progress) -> None:
+        reports.append(report)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # until the main thread has seen it
+
+    options = EngineOptions(model=QWEN3, device="CPU", threads=1)  # some of its weights are copied
+    serve(options, ServeOptions(port=0), progress=progress, ready=lambda engine, url: opened.append(url))
+    assert len(reports) == 1
+    assert opened == []
+
+
+def test_a_model_that_cannot_be_opened_ends_the_server() -> None:
+    options = EngineOptions(device="CPU", max_ctx=10**6)
+    with pytest.raises(UsageError, match="max_ctx"):
+        serve(options, ServeOptions(port=0))
+
+
+def test_an_address_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port} cannot be listened on"):
+            serve(EngineOptions(), ServeOptions(port=port))
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("--max-ctx", "1000000"), 2, "max_ctx"),
+        (("--queue-limit", "-1"), 2, "queue_limit is -1"),
+        (("--port", "70000"), 2, "port is 70000"),
+        (("--api-key", "two words"), 2, "api_key is '***'"),
+        (("--host", "no.such.host.invalid"), 2, "cannot be listened on"),
+        (("--temperature", "-1"), 2, "temperature is -1"),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_one_line(args: tuple[str, ...], code: int, says: str) -> None:
+    done = dflash("serve", str(PICO), *ENGINE, *args)
+    assert done.code == code, done.err
+    assert says in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_without_its_packages_the_server_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["fastapi"] = None
+try:
+    import pyggml_dflash.serve.app
+except ImportError as error:
+    print(error)
+from dflash_cli.main import cli
+cli(["serve", "--port", "0"])
+"""
+    done = program(code)
+    hint = 'the server needs the package fastapi; install it with: pip install "pyggml-dflash[serve]"'
+    assert done.stdout.strip() == hint
+    assert done.stderr.strip() == f"dflash: error: {hint}"
+    assert done.returncode == 1

@@ -1,0 +1,135 @@
+"""What the server says of itself agrees with the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from pyggml_dflash import Engine
+from pyggml_dflash.serve.app import app_of
+from pyggml_dflash.serve.service import Service
+from pyggml_dflash.serve.settings import ServeOptions
+from tests.engine.tiny import opened
+from tests.serve.live import CHAT, STORY, Live, busy, live
+
+
+def test_a_loaded_server_is_healthy(server: Live) -> None:
+    answer = server.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+
+
+def test_until_the_model_is_loaded_everything_is_told_to_come_back(pico: Engine) -> None:
+    service = Service(ServeOptions())
+    service.loaded_part = 0.25
+    transport = httpx.ASGITransport(app_of(service))
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            health = await client.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "loading", "loaded_part": 0.25})
+            for path in ("/v1/models", "/props", "/slots", "/metrics"):
+                assert (await client.get(path)).status_code == 503
+            answer = await client.post(CHAT, json={"messages": STORY, "max_tokens": 1})
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert "25 % of the weights" in answer.json()["error"]["message"]
+            service.open(pico)
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(ask())
+
+
+def test_models_are_listed_under_the_names_they_were_given(pico: Engine) -> None:
+    with (
+        live(pico, model_names=("gpt-4o", "small")) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["gpt-4o", "small"]
+        assert client.models.retrieve("small").owned_by == "pyggml-dflash"
+        answer = client.chat.completions.create(model="small", messages=STORY, max_tokens=1)  # type: ignore[arg-type]
+        assert answer.model == "gpt-4o"
+
+
+def test_props_has_what_the_engine_chose(server: Live, pico: Engine) -> None:
+    props, info = server.get("/props").json(), pico.info
+    assert props["model"]["arch"] == info.architecture
+    assert props["model_path"] == info.model.name
+    assert str(info.model) not in json.dumps(props)
+    assert props["runtime"]["max_ctx"] == props["default_generation_settings"]["n_ctx"] == info.n_ctx
+    assert props["runtime"]["chunk"] == info.chunk
+    assert props["memory"] == pico.memory()
+    assert props["memory_plan"]["n_ctx"] == pico.fit_report().n_ctx
+    assert props["speculative_mode"] == "off"
+    assert props["build_info"].endswith("props_schema=2")
+
+
+def test_props_shows_whole_paths_only_when_asked_to(pico: Engine) -> None:
+    with live(pico, show_paths=True) as server:
+        assert server.get("/props").json()["model_path"] == str(pico.info.model)
+
+
+def test_reports_do_not_wait_for_the_engine(lasting: Engine) -> None:
+    with live(lasting) as server:
+        before = server.get("/props").json()
+        with busy(server):
+            props, slot = server.get("/props").json(), server.slots()["slots"][0]
+            assert server.slots()["slots"][0]["state"] == "decode"  # so it did not wait for the end
+    assert props["memory"].keys() == before["memory"].keys()
+    assert slot["n_prompt"] == slot["n_prefilled"] > 0
+    assert slot["n_generated"] > 0
+
+
+def test_counters_are_the_sums_of_answers(pico: Engine) -> None:
+    with live(pico) as server:
+        usages = [
+            server.post(CHAT, {"messages": STORY, "max_tokens": n, "stream": False}).json()["usage"]
+            for n in (1, 2, 3)
+        ]
+        n_prompt = sum(usage["prompt_tokens"] for usage in usages)
+        assert server.metric("dflash_prompt_tokens_total") == n_prompt
+        assert server.metric("dflash_generated_tokens_total") == 6
+        assert server.metric("dflash_answers_total", reason="length") == 3
+        assert server.metric("dflash_requests_total", path=CHAT, status="200") == 3
+        assert server.metric("dflash_first_token_seconds_count") == 3
+        assert server.metric("dflash_queue_seconds_count") == 3
+        assert server.post("/v1/nowhere", {}).status_code == 404
+        assert server.metric("dflash_requests_total", path="other", status="404") == 1
+        totals = server.get("/props").json()["totals"]
+        assert (totals["answers"], totals["prompt_tokens"], totals["completion_tokens"]) == (3, n_prompt, 6)
+
+
+def test_metrics_are_what_prometheus_reads(server: Live, pico: Engine) -> None:
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    held = {(s.labels["device"], s.labels["kind"]): s.value for s in families["dflash_memory_bytes"].samples}
+    memory = pico.memory()
+    assert held == {(d, kind): n for d, kinds in memory.items() for kind, n in kinds.items()}
+    assert families["dflash_max_ctx"].samples[0].value == 512
+    assert families["dflash_slots"].samples[0].value == 1
+    assert all(name.startswith("dflash_") for name in families)
+
+
+def test_drafting_is_counted() -> None:
+    with opened(None, max_ctx=256, spec="dflash", spec_width=4) as engine, live(engine) as server:
+        answer = server.post(CHAT, {"messages": STORY, "max_tokens": 30}).json()
+        props = server.get("/props").json()
+        assert answer["timings"]["acceptance_length"] > 1
+        assert props["speculative_mode"] == "dflash"
+        assert props["speculative"]["acceptance_length"] == pytest.approx(
+            answer["timings"]["acceptance_length"]
+        )
+        assert server.metric("dflash_drafted_tokens_total") == props["speculative"]["drafted"] > 0
+        assert server.metric("dflash_accepted_tokens_total") == props["speculative"]["accepted"] > 0
+        plain = server.post(CHAT, {"messages": STORY, "max_tokens": 30, "spec": "off"}).json()
+        assert plain["choices"][0]["message"] == answer["choices"][0]["message"]
+
+
+def test_every_answer_bears_an_id(server: Live) -> None:
+    ids = [server.get(path).headers["x-request-id"] for path in ("/health", "/health", "/nowhere")]
+    assert len(set(ids)) == 3

@@ -83,5 +83,5 @@ def test_requests_of_every_form_are_answered_as_documented(short: Live) -> None:
 
 @pytest.mark.slow
 def test_thousands_of_requests_are_answered_as_documented(short: Live) -> None:
-    statuses = try_out(short, 250)
+    statuses = try_out(short, 500)
     assert statuses.total() >= 2000

@@ -1,7 +1,7 @@
 """The public face: `Engine` opens a model and generates text. Layer 7.
 
-Every method may be called from any thread. Native memory belongs to one thread inside the engine;
-calls are queued to it and answered in order.
+Every method may be called from any thread. Native memory belongs to one thread inside the engine; requests
+are queued to it and take a slot in order, as many at a time as there are slots.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.engine.convert import ConvertedDraft, convert_draft
-from pyggml_dflash.engine.core import EngineCore, IsCancelled
+from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
 from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
+from pyggml_dflash.engine.forced import AllLogits, Scores
+from pyggml_dflash.engine.handle import RequestHandle
 from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
-from pyggml_dflash.engine.loop import EngineThread, RequestHandle
+from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL
 from pyggml_dflash.errors import UsageError
@@ -65,6 +67,7 @@ from pyggml_dflash.requests import (
     GenerationRequest,
     GenerationResult,
     ProgressCallback,
+    RequestState,
     TextPiece,
     TokenLogprob,
 )
@@ -112,6 +115,17 @@ class TextStream(Iterator[TextPiece]):
         if piece is None:
             raise StopIteration
         return piece
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request stands: in the queue and where, at its prompt, answering, or over."""
+        return self._handle.state
+
+    @property
+    def request_id(self) -> int:
+        """The number of the request in this engine, counted from 1."""
+        assert self._handle.id is not None
+        return self._handle.id
 
     @property
     def result(self) -> GenerationResult:
@@ -221,7 +235,7 @@ class Engine:
         self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
         self.options = chosen = _from_environment(_checked(options))
-        self._thread = EngineThread()
+        self._thread = EngineThread(chosen.queue_limit)
         # Also runs when the interpreter ends, so that no thread computes while libraries are taken down. It
         # is there before the thread is, since an interrupt may come anywhere.
         self._net = weakref.finalize(self, _close_leaked, self._thread)
@@ -239,6 +253,7 @@ class Engine:
         max_ctx: int | str | None = None,
         min_ctx: int | None = None,
         slots: int = 1,
+        queue_limit: int | None = None,
         chunk: int | Auto = "auto",
         device: str | None = None,
         device_cap: Mapping[str, int] | None = None,
@@ -268,6 +283,7 @@ class Engine:
             max_ctx=max_ctx,
             min_ctx=min_ctx,
             slots=slots,
+            queue_limit=queue_limit,
             chunk=chunk,
             device=device,
             device_cap={} if device_cap is None else device_cap,
@@ -489,7 +505,11 @@ class Engine:
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Teacher-forced logits, float32 [n_tokens, n_vocab]: row i is the prediction after token i."""
         ids = self._check_tokens(tokens)
-        return self._thread.call(lambda core, cancelled: core.logits(ids, cancelled))
+        self._loaded.check_length(len(ids))
+        if not ids:
+            self._thread.check_open()
+            return np.empty((0, self.info.n_vocab), np.float32)
+        return self._thread.read(AllLogits(ids))
 
     def score(self, text: Prompt, *, top: int = 0) -> Score:
         """Log-probability of every token of a text after its first, with `top` alternatives each."""
@@ -497,8 +517,8 @@ class Engine:
         if len(ids) < 2:
             raise UsageError(f"a text of {len(ids)} tokens has nothing to score; at least 2 are needed")
         check_int("top", top, 0, 100)
-        logprobs = self._thread.call(lambda core, cancelled: core.score(ids, top, cancelled))
-        return Score(tokens=ids, logprobs=logprobs)
+        self._loaded.check_length(len(ids))
+        return Score(tokens=ids, logprobs=self._thread.read(Scores(ids, top)))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes held now, by device and by what they are for."""
@@ -509,13 +529,14 @@ class Engine:
         return self._loaded.fit
 
     def stats(self) -> EngineStats:
-        """What the engine did since it was opened: trims of scratch pools, most memory held."""
-        return self._thread.call(lambda core, _: core.stats())
+        """What the engine does now, and did since it was opened: requests, slots, trims of scratch pools,
+        most memory held."""
+        return self._thread.stats()
 
     def trim(self) -> int:
         """Give cached blocks of legacy scratch pools back to the driver; returns the bytes released."""
 
-        def released(core: EngineCore, _: IsCancelled) -> int:
+        def released(core: EngineCore, _: object) -> int:
             before = sum(trim.released_bytes for trim in core.stats().trims)
             core.release_scratch()
             return sum(trim.released_bytes for trim in core.stats().trims) - before

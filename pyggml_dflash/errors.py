@@ -7,6 +7,7 @@
     │   └── UnsupportedModelError            a sound file that this package cannot run
     ├── ContextFitError             exit 4   the context asked for does not fit the devices
     ├── ContextOverflowError        exit 4   this prompt does not fit the context
+    ├── QueueFullError              exit 1   more requests wait than may
     ├── DeviceMemoryError           exit 1   an allocation failed; the engine stays usable
     ├── SnapshotError               exit 1   a stored state cannot be used here; nothing was changed
     ├── BackendError                exit 1   ggml reported a failure, or the library is missing
@@ -108,6 +109,17 @@ class ContextOverflowError(DflashError):
         super().__init__(
             f"{asked} {verb} the context of {n_ctx}; shorten the prompt, ask for fewer tokens, "
             f"or open with a larger --max-ctx"
+        )
+
+
+class QueueFullError(DflashError):
+    """So many requests wait for a slot that this one was refused; a later one may be taken."""
+
+    def __init__(self, *, n_waiting: int, limit: int) -> None:
+        self.n_waiting, self.limit = n_waiting, limit
+        super().__init__(
+            f"{n_waiting} requests wait for a slot, and at most {limit} may; try again later, or open with "
+            f"more --slots or a larger --queue-limit"
         )
 
 

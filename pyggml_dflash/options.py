@@ -144,6 +144,7 @@ class EngineOptions:
     max_ctx: int | str | None = None  # per slot; 'auto', 'auto:N': what fits, up to N; None: at most 8192
     min_ctx: int | None = None  # the least that 'auto' may choose; None: 4096, or 256 for short models
     slots: int = 1  # sequences at a time
+    queue_limit: int | None = None  # most requests that wait for a slot; more are refused; None: any number
     chunk: int | Auto = "auto"  # prompt rows per prefill forward
     device: str | None = None  # as `dflash devices` lists them; None: the first GPU, else the CPU
     device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
@@ -192,6 +193,8 @@ class EngineOptions:
         if self.min_ctx is not None:
             check_int("min_ctx", self.min_ctx, 1)
         check_int("slots", self.slots, 1, 64)
+        if self.queue_limit is not None:
+            check_int("queue_limit", self.queue_limit, 0)
         check_int("device_reserve_mib", self.device_reserve_mib, 0)
         if not isinstance(self.device_cap, Mapping):
             raise refusal("device_cap", self.device_cap, "it must map device names to bytes")

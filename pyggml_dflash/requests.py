@@ -153,11 +153,45 @@ class TrimStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestState:
+    """Where a request stands."""
+
+    phase: Literal["queued", "prefill", "decode", "done"]
+    position: int = 0  # in the queue; 1 is the next to get a slot
+    done: int = 0  # prompt tokens that were read
+    total: int = 0  # prompt tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCounts:
+    """Requests of an engine: those that run and wait now, and what became of the others."""
+
+    running: int = 0
+    waiting: int = 0
+    done: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotInfo:
+    """What a slot does."""
+
+    id: int
+    phase: Literal["free", "prefill", "decode", "done"]
+    n_past: int  # tokens in its state
+    request: int | None = None  # the number of the request; None: free, or a text that is only read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine did since it was opened."""
+    """What an engine does, and did since it was opened."""
 
     trims: tuple[TrimStats, ...]  # by reason
     peak_bytes: Mapping[str, int]  # device name -> most bytes that were held there at once
+    requests: RequestCounts = field(default_factory=RequestCounts)
+    slots: tuple[SlotInfo, ...] = ()
+    step_failures: int = 0  # steps of a slot that failed; each is tried once more where that is possible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

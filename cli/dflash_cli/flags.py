@@ -116,6 +116,11 @@ _ENGINE: Final = (
     ),
     click.option("--slots", type=WholeNumber(), default=1, show_default=True, help="Sequences at a time."),
     click.option(
+        "--queue-limit",
+        type=WholeNumber(),
+        help="Most requests that wait for a slot; more are refused.  [default: any number]",
+    ),
+    click.option(
         "--chunk",
         type=ChunkSize(),
         default="auto",
@@ -260,6 +265,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         max_ctx: int | str | None,
         min_ctx: int | None,
         slots: int,
+        queue_limit: int | None,
         chunk: int | Auto,
         device: str | None,
         device_cap: tuple[tuple[str, int], ...],
@@ -284,6 +290,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             max_ctx=max_ctx,
             min_ctx=min_ctx,
             slots=slots,
+            queue_limit=queue_limit,
             chunk=chunk,
             device=device,
             device_cap=_by_name("--device-cap", device_cap),

@@ -2,36 +2,53 @@
 
 Created and used on one thread; a call from another raises. Objects are freed in the reverse order of
 their creation.
+
+A step that fails is tried again for each slot alone, once, and only where it had changed nothing: so one
+sequence that cannot go on does not take others with it. The drafter follows one sequence, the first that
+may be drafted for; it is put aside for a sequence whose step failed.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import numpy as np
 
 from pyggml_dflash.arch.base import OutputKind
+from pyggml_dflash.engine.acceptance import Chosen
+from pyggml_dflash.engine.decode import Take, decode_one, decode_run, run_alone
 from pyggml_dflash.engine.drafting import Backlog, Drafter
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
-from pyggml_dflash.engine.sampling import Sampler, logprobs_of
+from pyggml_dflash.engine.sampling import Sampler
+from pyggml_dflash.engine.seat import Seat
 from pyggml_dflash.engine.speculate import Speculation
+from pyggml_dflash.engine.step import (
+    Admission,
+    Granule,
+    Phase,
+    StepPlan,
+    StepReport,
+    check_plan,
+    forward_ends,
+    granule_of,
+)
 from pyggml_dflash.engine.width import VerifyWidth
-from pyggml_dflash.errors import Cancelled, ContextOverflowError
+from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.ledger import Ledger
-from pyggml_dflash.requests import EngineStats, TokenLogprob
+from pyggml_dflash.requests import EngineStats, SlotInfo
 from pyggml_dflash.state.slot import Slot, SlotTable
 
+LOG: Final = logging.getLogger(__name__)
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
+DRAFTER_TAKEN: Final = "the drafter followed another request"
 
-IsCancelled = Callable[[], bool]
-
-
-def _never() -> bool:
-    return False
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -55,11 +72,177 @@ class EngineCore:
         self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
         self._thread = threading.get_ident()
         self.n_ctx, self.chunk = n_ctx, forwards.chunk
+        self.granule = granule_of(self.chunk, len(slots.slots))
+        self._seats: list[Seat | None] = [None] * len(slots.slots)
+        self._followed: Seat | None = None  # by the drafter
+        self._n_failures = 0
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Room for sequences."""
         return self._slots.slots
+
+    @property
+    def n_slots(self) -> int:
+        """How many sequences there is room for."""
+        return len(self._seats)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What each slot does."""
+        return tuple("free" if seat is None else seat.phase for seat in self._seats)
+
+    @property
+    def has_room(self) -> bool:
+        """True while a slot is free."""
+        return None in self._seats
+
+    def seat(self, id: int) -> Seat:
+        """The sequence in slot `id`."""
+        seat = self._seats[id]
+        assert seat is not None, f"slot {id} is free"
+        return seat
+
+    # sequences come and go
+
+    def admit(self, admission: Admission) -> int | None:
+        """Give the lowest free slot to a sequence, which stays until `retire`; None while all are taken."""
+        self._check_thread()
+        if not self.has_room:
+            return None
+        id = self._seats.index(None)
+        slot = self.slots[id]
+        slot.reset()
+        seat = Seat(slot, admission, forward_ends(len(admission.tokens), self._rows_of(admission)))
+        seat.n_read = seat.n_cached = slot.n_past
+        if admission.drafts and self._drafter is not None:
+            if self._followed is None:
+                self._followed, seat.drafts = seat, True
+            else:
+                seat.plain_reason = DRAFTER_TAKEN
+        self._seats[id] = seat
+        self.trims.begin(slot.n_past, len(admission.tokens), slot=id)
+        return id
+
+    def _rows_of(self, admission: Admission) -> int:
+        if admission.sampler is not None:
+            return self.granule
+        row_bytes = 4 * self._forwards.model.config.n_vocab
+        return max(1, min(self.granule, ALL_LOGITS_BYTES // row_bytes))
+
+    def retire(self, id: int) -> None:
+        """Free slot `id`, whatever its sequence was doing; nothing happens if it is free."""
+        self._check_thread()
+        seat = self._seats[id]
+        if seat is not None:
+            seat.pause()
+            self._let_go(seat)
+            self.trims.end(id)
+            self._seats[id] = None
+
+    def _let_go(self, seat: Seat) -> None:
+        seat.drafts = False
+        if self._followed is seat:
+            self._followed = None
+
+    # steps
+
+    def step(self, plan: StepPlan) -> StepReport:
+        """Carry out a plan: a run of tokens for every slot that decodes, then one granule of each prompt.
+
+        Raises `PlanError` before anything is done; whatever fails later is in the report, for its slot.
+        """
+        self._check_thread()
+        check_plan(plan, self.phases)
+        decoded: dict[int, Sequence[Chosen]] = {}
+        read: dict[int, Granule] = {}
+        failed: dict[int, Exception] = {}
+        runs = self._decode([self.seat(id) for id in plan.decode])
+        for id in plan.prefill:
+            seat = self.seat(id)
+            granule = self._attempt(seat, partial(self._read, seat))
+            if isinstance(granule, Exception):
+                failed[id] = granule
+            else:
+                read[id] = granule
+        for id, run in runs.items():
+            if isinstance(run, Exception):
+                failed[id] = run
+            else:
+                decoded[id] = run
+        for id in failed:
+            self.seat(id).phase = "done"
+        return StepReport(
+            decoded=decoded,
+            advanced={id: granule for id, granule in read.items() if self.phases[id] == "prefill"},
+            completed={id: granule for id, granule in read.items() if self.phases[id] != "prefill"},
+            failed=failed,
+        )
+
+    def run_alone(self, id: int, take: Take, pause: Callable[[], bool]) -> bool:
+        """Steps of slot `id`, where nothing else runs, until `take` has enough (True) or `pause` says so.
+
+        What `take` is given is as in a report. Raises what ends the sequence; `take` must not raise.
+        """
+        self._check_thread()
+        seat = self.seat(id)
+        while True:
+            try:
+                return run_alone(self._forwards, seat, take, pause)
+            except Exception as error:
+                if not self._may_repeat(seat, error):
+                    seat.phase = "done"
+                    raise
+
+    def _decode(self, seats: Sequence[Seat]) -> dict[int, Sequence[Chosen] | Exception]:
+        """The next tokens of every sequence: of one alone as many as drafts give it, else one each."""
+        step = decode_run if len(seats) == 1 else decode_one
+        return {
+            seat.slot.id: self._attempt(seat, partial(step, self._forwards, self._backlog, seat))
+            for seat in seats
+        }
+
+    def _read(self, seat: Seat) -> Granule:
+        """One granule of a prompt, committed."""
+        slot, admission = seat.slot, seat.admission
+        tokens, start = admission.tokens, slot.n_past
+        end = seat.end_behind(start)
+        part, ahead, last = tokens[start:end], tokens[end : seat.end_behind(end)], end == len(tokens)
+        output: OutputKind = "all" if admission.sampler is None else "last" if last else "none"
+        rows = self._run_prompt(slot, part, output, ahead=ahead, drafting=seat.drafts)
+        first: Chosen | None = None
+        if last and admission.sampler is not None:
+            assert rows is not None
+            if seat.drafts:
+                seat.speculation = self.speculation(seat.sampler, admission.width, admission.stop_ids)
+            first, rows = seat.begin_answer(rows[0]), None
+        elif last:
+            seat.phase = "done"
+        seat.n_read = end  # now that nothing can fail any more
+        return Granule(n_past=end, first=first, rows=rows)
+
+    def _attempt(self, seat: Seat, work: Callable[[], T]) -> T | Exception:
+        """What a step of one slot gives, or why it cannot be done."""
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                if not self._may_repeat(seat, error):
+                    return error
+
+    def _may_repeat(self, seat: Seat, error: Exception) -> bool:
+        """Take note of a step that failed: True if it may be tried once more, without drafts."""
+        self._n_failures += 1
+        slot = seat.slot
+        LOG.warning("a step of slot %d failed at position %d: %s", slot.id, slot.n_past, error)
+        if seat.drafts:
+            seat.plain_reason = f"drafting was put aside: {error}"
+            self._let_go(seat)
+            seat.pause()
+        in_prompt = seat.phase == "prefill"
+        is_last = seat.failed_at == slot.n_past or (in_prompt and isinstance(error, DeviceMemoryError))
+        seat.failed_at = slot.n_past
+        return seat.is_whole and not is_last
 
     def prefill(
         self,
@@ -70,28 +253,33 @@ class EngineCore:
         ahead: Sequence[int] = (),
         drafting: bool = False,
     ) -> Logits | None:
-        """Run one chunk of a prompt and commit it; logits of its last row if it is the `last` chunk.
+        """Run one chunk of a prompt in a slot that nobody was admitted to, and commit it.
 
-        `ahead`: the next chunk, for what the host can prepare while this one runs. `drafting`: record what
-        the drafter reads, in every chunk of a prompt or in none.
+        Logits of its last row if it is the `last` chunk. `ahead`: the next chunk, for what the host can
+        prepare while this one runs. `drafting`: record what the drafter reads, in every chunk or in none.
         """
         self._check_thread()
+        output: OutputKind = "last" if last else "none"
+        rows = self._run_prompt(slot, tokens, output, ahead=ahead, drafting=drafting)
+        return None if rows is None else rows[0]
+
+    def _run_prompt(
+        self, slot: Slot, tokens: Sequence[int], output: OutputKind, *, ahead: Sequence[int], drafting: bool
+    ) -> Logits | None:
         backlog = self._backlog if drafting else None
         if backlog is not None:
             if slot.n_past == 0:
                 backlog.begin()
             backlog.make_room(len(tokens))
-        output: OutputKind = "last" if last else "none"
-        logits = self._forwards.prefill(slot, tokens, output, capture=backlog is not None, ahead=ahead)
+        rows = self._forwards.prefill(slot, tokens, output, capture=backlog is not None, ahead=ahead)
         if backlog is not None:
             backlog.add(tokens, slot.n_past)
         slot.commit(len(tokens))
-        if not last:
-            self.trims.after_chunk(slot.n_past)
-        return None if logits is None else logits[0]
+        self.trims.after_chunk(slot.n_past, slot=slot.id)
+        return rows
 
     def decode(self, slot: Slot, token: int) -> Logits:
-        """Run one token and commit it; its logits, overwritten by the next step."""
+        """Run one token in a slot that nobody was admitted to; its logits, overwritten by the next step."""
         self._check_thread()
         logits = self._forwards.decode(slot, token)
         slot.commit(1)
@@ -114,21 +302,24 @@ class EngineCore:
             control=self._control,
         )
 
-    def logits(self, tokens: Sequence[int], cancelled: IsCancelled = _never) -> Logits:
-        """Teacher-forced logits F32 [n_tokens, n_vocab] in an idle slot; `Cancelled` when asked to stop."""
-        parts = [rows for _, rows in self._teacher_forced(tokens, cancelled)]
-        n_vocab = self._forwards.model.config.n_vocab
-        return np.concatenate(parts) if parts else np.empty((0, n_vocab), np.float32)
+    def logits(self, tokens: Sequence[int]) -> Logits:
+        """Teacher-forced logits F32 [n_tokens, n_vocab], where nothing else runs."""
+        id = self.admit(Admission(tokens=tuple(tokens)))
+        assert id is not None
+        try:
+            parts: list[Logits] = []
+            while self.phases[id] == "prefill":
+                report = self.step(StepPlan(prefill=(id,)))
+                for error in report.failed.values():
+                    raise error
+                for granule in (*report.advanced.values(), *report.completed.values()):
+                    assert granule.rows is not None
+                    parts.append(granule.rows)
+            return np.concatenate(parts)
+        finally:
+            self.retire(id)
 
-    def score(
-        self, tokens: Sequence[int], top: int, cancelled: IsCancelled = _never
-    ) -> tuple[TokenLogprob, ...]:
-        """Log-probability of each token after the first; only one chunk of logits is held at a time."""
-        found: list[TokenLogprob] = []
-        for start, rows in self._teacher_forced(tokens, cancelled):
-            following = tokens[start + 1 : start + 1 + len(rows)]
-            found += [logprobs_of(row, token, top) for row, token in zip(rows, following, strict=False)]
-        return tuple(found)
+    # what is held
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes held by device and label."""
@@ -136,10 +327,16 @@ class EngineCore:
         return {device: self._ledger.by_label(device) for device in self._ledger.devices()}
 
     def stats(self) -> EngineStats:
-        """What was trimmed, and the most that was held."""
+        """What was trimmed, the most that was held, what the slots do, and how many steps failed."""
         self._check_thread()
         peaks = {device: self._ledger.peak(device) for device in self._ledger.devices()}
-        return EngineStats(trims=self.trims.counts, peak_bytes=peaks)
+        slots = tuple(
+            SlotInfo(id=slot.id, phase=phase, n_past=slot.n_past)
+            for slot, phase in zip(self.slots, self.phases, strict=True)
+        )
+        return EngineStats(
+            trims=self.trims.counts, peak_bytes=peaks, slots=slots, step_failures=self._n_failures
+        )
 
     def release_scratch(self) -> None:
         """Give scratch memory back; called when nothing is waiting."""
@@ -150,25 +347,6 @@ class EngineCore:
         """Free everything; a second call does nothing."""
         self._check_thread()
         self._stack.close()
-
-    def _teacher_forced(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[tuple[int, Logits]]:
-        self._check_thread()
-        if len(tokens) > self.n_ctx:
-            raise ContextOverflowError(n_prompt=len(tokens), max_tokens=None, n_ctx=self.n_ctx)
-        n_rows = max(1, min(self.chunk, ALL_LOGITS_BYTES // (4 * self._forwards.model.config.n_vocab)))
-        slot = self.slots[0]
-        slot.reset()
-        self.trims.begin(0, len(tokens))
-        for start in range(0, len(tokens), n_rows):
-            if cancelled():
-                raise Cancelled("the call was cancelled")
-            part = tokens[start : start + n_rows]
-            following = tokens[start + n_rows : start + 2 * n_rows]
-            rows = self._forwards.prefill(slot, part, "all", ahead=following)
-            assert rows is not None
-            slot.commit(len(part))
-            self.trims.after_chunk(slot.n_past)
-            yield start, rows
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

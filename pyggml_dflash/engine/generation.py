@@ -1,15 +1,21 @@
-"""One request from prompt to answer on the engine's thread. Layer 6."""
+"""One request from prompt to answer, as it is moved on by steps. Layer 6.
+
+It owns what is the request's alone: sampler, random stream, decoder, text. It never touches a slot: the
+core runs its steps and gives it tokens, and it says when that is enough.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Protocol
 
 from pyggml_dflash.engine.graphs import Logits
 from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.engine.output import OutputAssembler
-from pyggml_dflash.engine.sampling import Sampler, best, logprobs_of
-from pyggml_dflash.engine.speculate import Speculation
+from pyggml_dflash.engine.sampling import Sampler, logprobs_of
+from pyggml_dflash.engine.seat import Seat
+from pyggml_dflash.engine.step import Admission, Granule, Outcome
 from pyggml_dflash.model.tokenizer import TextDecoder
 from pyggml_dflash.requests import (
     SWITCHED_OFF,
@@ -18,6 +24,7 @@ from pyggml_dflash.requests import (
     GenerationResult,
     Progress,
     ProgressCallback,
+    RequestState,
     TextPiece,
     Timings,
     TokenLogprob,
@@ -30,20 +37,21 @@ class Caller(Protocol):
 
     progress: ProgressCallback | None
     submitted_s: float
+    state: RequestState
 
     @property
     def cancelled(self) -> bool:
         """True once the answer is no longer wanted."""
 
-    def emit(self, event: TextPiece) -> None:
-        """Take a piece."""
+    def emit(self, event: TextPiece | GenerationResult | BaseException) -> None:
+        """Take a piece; a result or an error is the last."""
 
 
 class Generation:
     """The state of one running request. Used once."""
 
-    def __init__(self, loaded: Loaded, request: GenerationRequest) -> None:
-        self._core, self._request = loaded.core, request
+    def __init__(self, loaded: Loaded, request: GenerationRequest, caller: Caller) -> None:
+        self._request, self._caller = request, caller
         self._stop_ids = frozenset() if request.ignore_eos else loaded.tokenizer.stop_ids
         self._sampler = Sampler(
             request.sampling, request.tokens, n_vocab=loaded.info.n_vocab, forbidden=loaded.forbidden_ids
@@ -51,93 +59,59 @@ class Generation:
         self._output = OutputAssembler(
             TextDecoder(loaded.tokenizer, continuation=request.continues_text), request.stop
         )
-        room = self._core.n_ctx - len(request.tokens) + 1
+        room = loaded.info.n_ctx - len(request.tokens) + 1
         self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
-        self._drafts, self._spec_width = loaded.drafts(request), loaded.width(request)
+        self._drafts, self._width = loaded.drafts(request), loaded.width(request)
         self._no_drafter = loaded.info.spec_reason
-        self._speculation: Speculation | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._reason: FinishReason = "cancelled"
+        self._error: BaseException | None = None
+        self._started_s = self._read_s = time.perf_counter()
 
-    def run(self, caller: Caller) -> GenerationResult:
-        """Prefill, then decode until the answer ends; pieces go to the caller as they become certain."""
-        started = time.perf_counter()
-        slot = self._core.slots[0]
-        slot.reset()
-        logits = self._prefill(caller)
-        prefilled = time.perf_counter()
-        reason: FinishReason = "cancelled" if logits is None else self._decode(caller, logits)
-        rest = self._output.finish()
-        if self._output.stopped is not None:
-            reason = "stop"
-        if rest is not None:
-            caller.emit(rest)
-        return self._result(
-            reason,
-            Timings(
-                queue_s=started - caller.submitted_s,
-                prefill_s=prefilled - started,
-                decode_s=time.perf_counter() - prefilled,
-            ),
+    @property
+    def admission(self) -> Admission:
+        """What it brings to its slot."""
+        return Admission(
+            tokens=self._request.tokens,
+            sampler=self._sampler,
+            limit=self._limit,
+            stop_ids=self._stop_ids,
+            drafts=self._drafts,
+            width=self._width,
         )
 
-    def _prefill(self, caller: Caller) -> Logits | None:
-        tokens, core = self._request.tokens, self._core
-        n, chunk, slot = len(tokens), core.chunk, core.slots[0]
-        logits: Logits | None = None
-        core.trims.begin(slot.n_past, n)
-        if caller.progress is not None:
-            caller.progress(Progress(phase="prefill", done=0, total=n))
-        for start in range(0, n, chunk):
-            if caller.cancelled:
-                return None
-            stop = min(n, start + chunk)
-            ahead = tokens[stop : stop + chunk]
-            part, last = tokens[start:stop], stop == n
-            logits = core.prefill(slot, part, last=last, ahead=ahead, drafting=self._drafts)
-            if caller.progress is not None:
-                caller.progress(Progress(phase="prefill", done=stop, total=n))
-        return logits
+    @property
+    def cancelled(self) -> bool:
+        """True once the answer is no longer wanted."""
+        return self._caller.cancelled
 
-    def _decode(self, caller: Caller, logits: Logits) -> FinishReason:
-        core, sampler, slot = self._core, self._sampler, self._core.slots[0]
-        decode, pick = core.decode, sampler.pick if sampler.needs_logits else best
-        if self._drafts:
-            self._speculation = core.speculation(sampler, self._spec_width, self._stop_ids)
-        if self._speculation is not None:
-            return self._decode_runs(caller, logits, self._speculation)
-        while True:
-            if caller.cancelled:
-                return "cancelled"
-            token = pick(logits)
-            sampler.accept(token)
-            reason = self._take(caller, token, logits)
-            if reason is not None:
-                return reason
-            logits = decode(slot, token)
+    def begin(self) -> None:
+        """It has a slot. May raise what the caller's callback raises."""
+        self._started_s = self._read_s = time.perf_counter()
+        self._progress(0)
 
-    def _decode_runs(self, caller: Caller, logits: Logits, speculation: Speculation) -> FinishReason:
-        if caller.cancelled:
-            return "cancelled"
-        token = self._sampler.pick(logits)
-        self._sampler.accept(token)
-        reason = self._take(caller, token, logits)
-        if reason is not None:
-            return reason
-        core, limit = self._core, self._limit - 1
-        for run in speculation.runs(core.slots[0], token, core.n_ctx, limit=limit):
-            for chosen in run:
-                reason = self._take(caller, chosen.token, chosen.logits)
-                if reason is not None:
-                    return reason
-            if caller.cancelled:
-                return "cancelled"
-        return "length"
+    def read(self, granule: Granule) -> bool:
+        """More of the prompt was read; True if the answer is complete, with the prompt or its first token."""
+        self._read_s = time.perf_counter()
+        self._progress(granule.n_past)
+        if granule.first is None or self.cancelled:
+            return self.cancelled
+        self._caller.state = RequestState(phase="decode", done=granule.n_past, total=granule.n_past)
+        return self.take(granule.first.token, granule.first.logits)
 
-    def _take(self, caller: Caller, token: int, logits: Logits) -> FinishReason | None:
-        """Make `token` part of the answer; why the answer ends here, or None if it goes on."""
+    def take(self, token: int, logits: Logits) -> bool:
+        """Make `token` part of the answer; True if it ends here. Never raises: `finish` tells of an error."""
+        try:
+            return self._take(token, logits)
+        except BaseException as error:
+            self._error = error
+            return True
+
+    def _take(self, token: int, logits: Logits) -> bool:
         if token in self._stop_ids:
-            return "stop"
+            self._reason = "stop"
+            return True
         self._tokens.append(token)
         n_top = self._request.logprobs
         logprob = None if n_top is None else logprobs_of(logits, token, n_top)
@@ -145,27 +119,73 @@ class Generation:
             self._logprobs.append(logprob)
         piece = self._output.push(token, logprob)
         if piece is not None:
-            caller.emit(piece)
+            self._caller.emit(piece)
         if self._output.stopped is not None:
-            return "stop"
-        return "length" if len(self._tokens) >= self._limit else None
+            self._reason = "stop"
+            return True
+        if len(self._tokens) >= self._limit:
+            self._reason = "length"
+            return True
+        return False
 
-    def _result(self, reason: FinishReason, timings: Timings) -> GenerationResult:
-        repeatable = self._speculation is None or self._speculation.repeatable
+    def _progress(self, done: int) -> None:
+        n = len(self._request.tokens)
+        self._caller.state = RequestState(phase="prefill", done=done, total=n)
+        if self._caller.progress is not None:
+            self._caller.progress(Progress(phase="prefill", done=done, total=n))
+
+    def finish(self, seat: Seat | None) -> Outcome:
+        """Emit what is left and the result; `seat` is where it ran, None if it never did."""
+        if self._error is not None:
+            raise self._error
+        rest = self._output.finish()
+        if self._output.stopped is not None:
+            self._reason = "stop"
+        if rest is not None:
+            self._caller.emit(rest)
+        result = self._result(seat)
+        self._caller.state = replace(self._caller.state, phase="done")
+        self._caller.emit(result)
+        return "cancelled" if self._reason == "cancelled" else "done"
+
+    def fail(self, error: BaseException) -> None:
+        """Emit an error as the last event."""
+        self._caller.state = replace(self._caller.state, phase="done")
+        if isinstance(error, (StopIteration, StopAsyncIteration)):
+            # it would end the caller's loop as if all were well
+            error = RuntimeError(f"a callback raised {type(error).__name__}")
+        self._caller.emit(error)
+
+    def _result(self, seat: Seat | None) -> GenerationResult:
+        speculation = None if seat is None else seat.speculation
+        repeatable = speculation is None or speculation.repeatable
+        timings = Timings(
+            queue_s=self._started_s - self._caller.submitted_s,
+            prefill_s=self._read_s - self._started_s,
+            decode_s=time.perf_counter() - self._read_s,
+        )
         return GenerationResult(
             text=self._output.text,
             tokens=tuple(self._tokens),
-            finish_reason=reason,
-            usage=Usage(prompt_tokens=len(self._request.tokens), completion_tokens=len(self._tokens)),
+            finish_reason=self._reason,
+            usage=Usage(
+                prompt_tokens=len(self._request.tokens),
+                completion_tokens=len(self._tokens),
+                cached_tokens=0 if seat is None else seat.n_cached,
+            ),
             timings=timings,
             seed=self._sampler.seed if repeatable else None,
             stop=self._output.stopped,
             logprobs=tuple(self._logprobs),
-            speculation=None if self._speculation is None else self._speculation.stats,
-            plain_reason=self._plain_reason(),
+            speculation=None if speculation is None else speculation.stats,
+            plain_reason=self._plain_reason(seat),
         )
 
-    def _plain_reason(self) -> str | None:
-        if self._speculation is not None:
-            return self._speculation.why_plain
-        return None if self._drafts else self._no_drafter or SWITCHED_OFF
+    def _plain_reason(self, seat: Seat | None) -> str | None:
+        if not self._drafts:
+            return self._no_drafter or SWITCHED_OFF
+        if seat is None:
+            return None
+        if seat.plain_reason is not None:
+            return seat.plain_reason
+        return None if seat.speculation is None else seat.speculation.why_plain

@@ -176,6 +176,7 @@ class Forwards:
         if self.feeder is not None and ahead:
             self.feeder.expect(ahead, (*slot.recent, *tokens)[-RECENT_TOKENS:])
         try:
+            slot.torn = True
             results = graph.run()
             return None if output == "none" else np.array(results[0], np.float32)
         finally:
@@ -193,6 +194,7 @@ class Forwards:
         x = token if self.gather is None else self.gather.gather((token,))[0]
         self._one.fill_one(x, slot.id, n_past, self.n_ctx)
         self._feed(self._one, slot, (token,), key)
+        slot.torn = True
         logits: Logits = graph.run()[0][0]
         return logits
 

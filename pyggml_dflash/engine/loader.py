@@ -24,6 +24,7 @@ from pyggml_dflash.engine.fit_report import FitReport, make_report
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
 from pyggml_dflash.engine.sampling import Sampler
+from pyggml_dflash.engine.step import granule_of
 from pyggml_dflash.engine.step_costs import learn_costs
 from pyggml_dflash.errors import ContextOverflowError, DamagedFileError, DeviceMemoryError, UsageError
 from pyggml_dflash.ggml.arena import TensorArena
@@ -53,7 +54,9 @@ class EngineInfo:
     n_ctx_train: int
     n_vocab: int
     n_layer: int
+    slots: int
     chunk: int
+    granule: int  # most rows of a prompt's forward: the chunk, and less where there are several slots
     cache_type_k: str
     cache_type_v: str
     flash_attn: bool
@@ -101,6 +104,11 @@ class Loaded:
         width = self.spec_width if request.spec_width is None else request.spec_width
         return None if width == "auto" else width
 
+    def check_length(self, n_tokens: int) -> None:
+        """Raise `ContextOverflowError` for a text that the context cannot hold."""
+        if n_tokens > self.info.n_ctx:
+            raise ContextOverflowError(n_prompt=n_tokens, max_tokens=None, n_ctx=self.info.n_ctx)
+
     def _check_length(self, request: GenerationRequest) -> None:
         needed = len(request.tokens) + max(0, (request.max_tokens or 1) - 1)
         if needed > self.info.n_ctx:
@@ -111,8 +119,6 @@ class Loaded:
 
 def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
     """Open the file, check everything, fit the context, then allocate. Runs on the engine's thread."""
-    if options.slots > 1:
-        raise UsageError(f"slots is {options.slots}; this version serves one sequence at a time")
     with ExitStack() as stack:
         model = open_model(options, stack)
         file, config = model.file, model.config
@@ -301,7 +307,9 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         n_ctx_train=config.n_ctx_train,
         n_vocab=config.n_vocab,
         n_layer=config.n_layer,
+        slots=options.slots,
         chunk=fit.chunk,
+        granule=granule_of(fit.chunk, options.slots),
         cache_type_k=options.cache_type_k,
         cache_type_v=options.cache_type_v,
         flash_attn=blueprint.flash_attn,

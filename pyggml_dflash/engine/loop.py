@@ -1,7 +1,7 @@
 """The thread that owns an engine's native memory, and the queue in front of it. Layer 6.
 
-Callers submit requests and receive events; requests run one after the other, first come first
-served. Cancellation is a flag that is read between steps and between chunks.
+Callers submit requests and receive events; what runs, and in which order, is for `Serving` to say.
+Everything else that has to do with native memory comes as a call, which is answered between two steps.
 """
 
 from __future__ import annotations
@@ -10,133 +10,27 @@ import asyncio
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from pyggml_dflash.engine.core import EngineCore, IsCancelled
-from pyggml_dflash.engine.generation import Generation
+from pyggml_dflash.engine.core import EngineCore
+from pyggml_dflash.engine.forced import ForcedText, Reading
+from pyggml_dflash.engine.handle import OWN_CALLBACK, RequestHandle, check_process, patient
 from pyggml_dflash.engine.loader import Loaded
-from pyggml_dflash.errors import BackendError, Cancelled, EngineClosed, UsageError
-from pyggml_dflash.requests import GenerationRequest, GenerationResult, Progress, ProgressCallback, TextPiece
-
-# A signal that arrives just before a wait without a limit is seen only when the wait ends.
-WAIT_S: Final = 0.25
-OWN_CALLBACK: Final = "a callback of this engine called it and would wait for itself; call it afterwards"
+from pyggml_dflash.engine.serving import Serving
+from pyggml_dflash.errors import Cancelled, EngineClosed, QueueFullError, UsageError
+from pyggml_dflash.requests import EngineStats, GenerationRequest, Progress, ProgressCallback, RequestState
 
 T = TypeVar("T")
-Event = TextPiece | GenerationResult | BaseException
 Loader = Callable[[ProgressCallback], Loaded]
-
-
-class RequestHandle:
-    """One submitted request: its events in order, and the flag that stops it."""
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        progress: ProgressCallback | None,
-        loop: asyncio.AbstractEventLoop | None,
-        server: threading.Thread | None,
-    ) -> None:
-        """`server`: the thread that answers, which must never wait for an answer."""
-        self.request, self.progress = request, progress
-        self._server = server
-        self.submitted_s = time.perf_counter()
-        self._stop = threading.Event()
-        self._done = threading.Event()
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._loop = loop
-        self._async_events: asyncio.Queue[Event] = asyncio.Queue()
-        self._outcome: GenerationResult | BaseException | None = None
-        self._read_end = False
-        self._pid = os.getpid()
-
-    @property
-    def cancelled(self) -> bool:
-        """True once somebody asked to stop."""
-        return self._stop.is_set()
-
-    def cancel(self) -> None:
-        """Stop after the current step."""
-        self._stop.set()
-
-    def emit(self, event: Event) -> None:
-        """Hand an event to the caller; a result or an error is the last one. Engine thread only."""
-        if not isinstance(event, TextPiece):
-            self._outcome = event
-        if self._loop is None:
-            self._events.put(event)
-        elif self._loop.is_closed():
-            self.cancel()  # nobody is left to read
-        else:
-            try:
-                self._loop.call_soon_threadsafe(self._async_events.put_nowait, event)
-            except RuntimeError:  # closed in between
-                self.cancel()
-        if not isinstance(event, TextPiece):
-            self._done.set()
-
-    @property
-    def is_own_callback(self) -> bool:
-        """True on the thread that answers the request, as in a progress callback."""
-        return threading.current_thread() is self._server
-
-    def _check_caller(self) -> None:
-        check_process(self._pid)
-        if self.is_own_callback:
-            raise UsageError(OWN_CALLBACK)
-
-    def next_piece(self) -> TextPiece | None:
-        """The next piece, or None after the last; raises what the request raised."""
-        self._check_caller()
-        while not self._read_end:
-            try:
-                return self._take(self._events.get(timeout=WAIT_S))
-            except queue.Empty:
-                continue
-        return None
-
-    async def next_piece_async(self) -> TextPiece | None:
-        """`next_piece` without blocking the event loop."""
-        return None if self._read_end else self._take(await self._async_events.get())
-
-    def _take(self, event: Event) -> TextPiece | None:
-        if isinstance(event, TextPiece):
-            return event
-        self._read_end = True
-        if isinstance(event, BaseException):
-            raise event
-        return None
-
-    def wait(self) -> None:
-        """Block until the engine has let go of the request."""
-        self._check_caller()
-        while not self._done.wait(WAIT_S):
-            pass
-
-    def result(self) -> GenerationResult:
-        """The whole answer, waiting for its end."""
-        self.wait()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
-
-
-def check_process(pid: int) -> None:
-    """Raise in a forked child, which has the objects of the process `pid`, but not its threads."""
-    if os.getpid() != pid:
-        raise BackendError(
-            "this engine was opened before a fork; open one in the child, or start it with 'spawn'"
-        )
+IsCancelled = Callable[[], bool]
 
 
 @dataclass(slots=True)
 class _Call(Generic[T]):
-    """A function to run on the engine's thread between requests; it asks now and then whether to go on."""
+    """A function to run on the engine's thread between steps; it asks now and then whether to go on."""
 
     function: Callable[[EngineCore, IsCancelled], T]
     future: Future[T] = field(default_factory=Future)
@@ -148,18 +42,33 @@ class _Call(Generic[T]):
         return self._stop.is_set()
 
     def cancel(self) -> None:
-        """Stop after the current step."""
+        """Ask the function to stop."""
         self._stop.set()
+
+
+class _Wake:
+    """A command that says nothing: somebody cancelled something."""
+
+
+WAKE: Final = _Wake()
+Queued = RequestHandle | ForcedText[Any]
+Command = Queued | _Call[Any] | _Wake | None  # None: close
 
 
 class EngineThread:
     """Loads a model on a thread of its own and serves it until closed."""
 
-    def __init__(self) -> None:
-        self._commands: queue.SimpleQueue[RequestHandle | _Call[Any] | None] = queue.SimpleQueue()
+    def __init__(self, queue_limit: int | None = None) -> None:
+        """`queue_limit`: most requests that may wait for a slot; None: any number."""
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._running: RequestHandle | _Call[Any] | None = None
+        self._queue_limit = queue_limit
+        self._n_slots = 1
+        self._n_live = 0  # requests that have a slot or wait for one
+        self._n_submitted = 0
+        self._call: _Call[Any] | None = None  # that runs
+        self._serving: Serving | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -181,7 +90,7 @@ class EngineThread:
         )
         try:
             self._thread.start()
-            return _patient(ready)
+            return patient(ready)
         except BaseException:
             self.close()
             raise
@@ -199,31 +108,80 @@ class EngineThread:
         *,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> RequestHandle:
-        """Queue a request; its events go to `loop` when one is given."""
-        handle = RequestHandle(request, progress, loop, self._thread)
+        """Queue a request; its events go to `loop` when one is given. `QueueFullError` if too many wait."""
+        handle = RequestHandle(request, progress, loop, self._thread, wake=self._wake)
         self._enqueue(handle)
         return handle
 
+    def read(self, reading: Reading[T]) -> T:
+        """Read a text in a slot, as a request that waits its turn, and return what was made of its logits.
+
+        An interrupt of this wait stops it, and so does `close`.
+        """
+        text = ForcedText(reading)
+        self._enqueue(text)
+        try:
+            return patient(text.future)
+        except BaseException:
+            text.cancel()
+            self._wake()
+            raise
+
     def call(self, function: Callable[[EngineCore, IsCancelled], T]) -> T:
-        """Run `function` on the engine's thread, after what was queued before, and return its value.
+        """Run `function` on the engine's thread, between two steps of what runs, and return its value.
 
         Its second argument tells whether it should stop, which an interrupt of this wait and `close` ask for.
         """
         call = _Call(function)
         self._enqueue(call)
         try:
-            return _patient(call.future)
+            return patient(call.future)
         except BaseException:
             call.cancel()
             raise
 
-    def _enqueue(self, command: RequestHandle | _Call[Any]) -> None:
+    def stats(self) -> EngineStats:
+        """What the engine does, and did so far."""
+
+        def read(core: EngineCore, _: IsCancelled) -> EngineStats:
+            assert self._serving is not None
+            return self._serving.stats()
+
+        return self.call(read)
+
+    def _enqueue(self, command: Queued | _Call[Any]) -> None:
         if threading.current_thread() is self._thread:
             raise UsageError(OWN_CALLBACK)
         check_process(self._pid)  # in a child the lock may be held for ever
         with self._lock:  # nothing may be queued behind the command that ends the thread
             self.check_open()
+            if not isinstance(command, _Call):
+                self._count(command)
             self._commands.put(command)
+
+    def _count(self, queued: Queued) -> None:
+        n_waiting = max(0, self._n_live - self._n_slots)
+        is_full = self._queue_limit is not None and self._n_live >= self._n_slots + self._queue_limit
+        if is_full:
+            assert self._queue_limit is not None
+            raise QueueFullError(n_waiting=n_waiting, limit=self._queue_limit)
+        self._n_live += 1
+        if isinstance(queued, RequestHandle):
+            self._n_submitted += 1
+            queued.id = self._n_submitted
+            n_prompt = len(queued.request.tokens)
+            queued.state = RequestState(phase="queued", position=n_waiting + 1, total=n_prompt)
+
+    def _wake(self) -> None:
+        """Have the thread look at what was cancelled; called from anywhere, finalizers too."""
+        self._commands.put(WAKE)
+
+    def _has_news(self) -> bool:
+        return not self._commands.empty()
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._n_live -= 1
 
     def close(self) -> None:
         """Cancel everything, free the model and end the thread; a second call does nothing."""
@@ -233,9 +191,9 @@ class EngineThread:
             if not self._closing.is_set():
                 self._closing.set()
                 self._commands.put(None)
-        running = self._running
-        if running is not None:
-            running.cancel()
+        call = self._call
+        if call is not None:
+            call.cancel()
         thread = self._thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join()
@@ -247,68 +205,48 @@ class EngineThread:
             ready.set_exception(error)
             return
         try:
+            self._n_slots = loaded.core.n_slots
             ready.set_result(loaded)
             self._serve(loaded)
         finally:
             loaded.core.close()
 
     def _serve(self, loaded: Loaded) -> None:
-        while (command := self._next(loaded.core)) is not None:
-            if self._closing.is_set():
-                _refuse(command)
-                continue
-            self._running = command
-            if self._closing.is_set():
-                command.cancel()
-            if isinstance(command, RequestHandle):
-                _answer(loaded, command)
-            else:
-                self._run_call(loaded.core, command)
-            self._running = None
-
-    def _next(self, core: EngineCore) -> RequestHandle | _Call[Any] | None:
-        """The next command; scratch memory goes back to the driver before a wait for it."""
+        serving = self._serving = Serving(loaded, self._has_news, self._ended)
         try:
-            return self._commands.get_nowait()
-        except queue.Empty:
-            core.release_scratch()
-            return self._commands.get()
+            while self._take_commands(serving, loaded.core):
+                serving.turn()
+        finally:
+            serving.close()
+            self._serving = None  # which knows this thread, too
+
+    def _take_commands(self, serving: Serving, core: EngineCore) -> bool:
+        """Take what is queued, and wait for it where nothing runs; False when it is time to end."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                if not serving.is_idle:
+                    return True
+                core.release_scratch()  # before a wait that may be long
+                command = self._commands.get()
+            if command is None:
+                return False
+            if isinstance(command, _Call):
+                self._run_call(core, command)
+            elif not isinstance(command, _Wake):
+                serving.add(command)
 
     def _run_call(self, core: EngineCore, call: _Call[Any]) -> None:
+        if self._closing.is_set():
+            call.future.set_exception(EngineClosed("Engine"))
+            return
+        self._call = call
+        if self._closing.is_set():
+            call.cancel()
         try:
             call.future.set_result(call.function(core, lambda: call.cancelled))
         except BaseException as error:
             closed = isinstance(error, Cancelled) and self._closing.is_set()
             call.future.set_exception(EngineClosed("Engine") if closed else error)
-
-
-def _patient(future: Future[T]) -> T:
-    """The future's result, waiting in pieces so that an interrupt is seen soon.
-
-    It waits on a queue made in C: `concurrent.futures.wait` raises RuntimeError when it is interrupted at the
-    moment at which it takes its lock back.
-    """
-    ready: queue.SimpleQueue[object] = queue.SimpleQueue()
-    future.add_done_callback(ready.put)
-    while not future.done():
-        try:
-            ready.get(timeout=WAIT_S)
-        except queue.Empty:
-            continue
-    return future.result()
-
-
-def _answer(loaded: Loaded, handle: RequestHandle) -> None:
-    try:
-        handle.emit(Generation(loaded, handle.request).run(handle))
-    except (StopIteration, StopAsyncIteration) as error:  # would end the caller's loop as if all were well
-        handle.emit(RuntimeError(f"a callback raised {type(error).__name__}"))
-    except BaseException as error:
-        handle.emit(error)
-
-
-def _refuse(command: RequestHandle | _Call[Any]) -> None:
-    if isinstance(command, RequestHandle):
-        command.emit(EngineClosed("Engine"))
-    else:
-        command.future.set_exception(EngineClosed("Engine"))
+        self._call = None

@@ -118,7 +118,7 @@ class PoolTrims:
     def __init__(self, pools: Pools, interval: int | Auto, *, chunk: int) -> None:
         """`interval`: tokens between two trims in a prompt, 0 for none, or 'auto'."""
         self._pools, self._interval = pools, interval
-        self._schedule: TrimSchedule | None = None
+        self._schedules: dict[int, TrimSchedule] = {}  # of the prompts under way, by slot
         self._adaptive = AdaptiveTrim()
         self._counts: dict[TrimReason, TrimStats] = {}
         if interval != "auto" and 0 < interval < chunk:
@@ -134,23 +134,28 @@ class PoolTrims:
         """What was done so far, by reason."""
         return tuple(self._counts.values())
 
-    def begin(self, n_past: int, n_prompt: int) -> None:
-        """A prompt of `n_prompt` tokens is prefilled from `n_past` on."""
+    def begin(self, n_past: int, n_prompt: int, *, slot: int = 0) -> None:
+        """A prompt of `n_prompt` tokens is prefilled in `slot`, from `n_past` on."""
         interval = 0 if self._interval == "auto" else self._interval
-        self._schedule = TrimSchedule.of(n_past, n_prompt, interval)
+        self._schedules[slot] = TrimSchedule.of(n_past, n_prompt, interval)
 
-    def after_chunk(self, n_past: int) -> None:
+    def after_chunk(self, n_past: int, *, slot: int = 0) -> None:
         """Call when a chunk is computed, read, handed to the draft and committed: trims if it is time."""
-        schedule = self._schedule
+        schedule = self._schedules.get(slot)
         if schedule is None or n_past >= schedule.n_prompt:
             return
+        where = f" pos={n_past}/{schedule.n_prompt}"
         if self._interval == "auto":
             if self._pools.has_legacy() and self._is_low():
-                self._trim("prefill", n_past)
+                self._trim("prefill", where)
         elif schedule.is_due(n_past):
             if self._pools.has_legacy():
-                self._trim("prefill", n_past)
-            self._schedule = schedule.behind(n_past)
+                self._trim("prefill", where)
+            self._schedules[slot] = schedule.behind(n_past)
+
+    def end(self, slot: int) -> None:
+        """Nothing more is prefilled in `slot`."""
+        self._schedules.pop(slot, None)
 
     def relieve(self) -> None:
         """Make room after an allocation that failed."""
@@ -158,14 +163,13 @@ class PoolTrims:
 
     def release_scratch(self) -> None:
         """Give scratch back when nothing waits to be computed."""
-        self._schedule = None
         self._trim_if_legacy("idle")
 
     def _trim_if_legacy(self, reason: TrimReason) -> None:
         """A device that fails here is told of by the next thing that is asked of it."""
         try:
             if self._pools.has_legacy() and self._pools.stats().cached_bytes > 0:
-                self._trim(reason, None)
+                self._trim(reason)
         except BackendError as error:
             LOG.warning("pools were not trimmed: %s", error)
 
@@ -174,7 +178,7 @@ class PoolTrims:
         self._adaptive.observe(stats.live_bytes + stats.cached_bytes)
         return self._adaptive.is_due(free=self._pools.memory_free(), cached=stats.cached_bytes)
 
-    def _trim(self, reason: TrimReason, n_past: int | None) -> None:
+    def _trim(self, reason: TrimReason, where: str = "") -> None:
         before = self._pools.stats()
         started = time.perf_counter()
         released = self._pools.trim()
@@ -187,12 +191,11 @@ class PoolTrims:
             released_bytes=old.released_bytes + released,
             seconds=old.seconds + seconds,
         )
-        at = "" if n_past is None or self._schedule is None else f" pos={n_past}/{self._schedule.n_prompt}"
         LOG.log(
             logging.INFO if released else logging.DEBUG,
             "pool-trim reason=%s%s released=%.1fMiB graphs=%d ranks=%d ms=%.1f free=%.2fGiB",
             reason,
-            at,
+            where,
             released / 2**20,
             before.n_graphs,
             before.n_legacy_pools,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Generator, Iterator, Set
 from dataclasses import dataclass, field
+from typing import Final
 
 from pyggml_dflash.engine.acceptance import Chosen, match, reject
 from pyggml_dflash.engine.drafting import Backlog, Drafter, Proposal
@@ -22,6 +23,8 @@ from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.requests import SpeculationStats
 from pyggml_dflash.state.slot import Slot
 
+BESIDE_OTHERS: Final = "others were answered at the same time"
+
 
 @dataclass(slots=True)
 class Counters:
@@ -29,6 +32,7 @@ class Counters:
 
     n_verify: int = 0
     n_plain: int = 0
+    n_beside: int = 0  # of these, in steps that others shared
     n_drafted: int = 0
     n_accepted: int = 0
     n_tokens: int = 0  # behind the first one, which follows the prompt
@@ -94,7 +98,7 @@ class Speculation:
 
     def runs(
         self, slot: Slot, anchor: int, n_ctx: int, *, limit: int | None = None
-    ) -> Iterator[list[Chosen]]:
+    ) -> Generator[list[Chosen], None, None]:
         """Runs of at most `limit` tokens in all behind `anchor`, the newest token, while there is context."""
         end = n_ctx if limit is None else min(n_ctx, slot.n_past + limit)
         try:
@@ -128,7 +132,9 @@ class Speculation:
     @property
     def why_plain(self) -> str | None:
         """Why steps were plain at last; None if none was, or none by choice."""
-        return self._control.why_plain if self._fixed is None and self.counters.n_plain else None
+        counters = self.counters
+        chosen = self._control.why_plain if self._fixed is None and counters.n_plain else None
+        return chosen or (BESIDE_OTHERS if counters.n_beside else None)
 
     @property
     def stats(self) -> SpeculationStats:
@@ -169,8 +175,7 @@ class Speculation:
                 backlog.add((token,), slot.n_past)
                 slot.commit(1)
                 if counters.n_verify:
-                    run = match(logits[None], (), sampler)
-                    self._note_ties(run)
+                    run = self._matched(logits)
                     token = run[0].token
                 else:
                     token = pick(logits)
@@ -185,6 +190,18 @@ class Speculation:
             counters.plain_s += sum(seconds)
             for i, step_s in enumerate(seconds):
                 self._observe(1, 0, step_s, n_past + i, built=n_built[i + 1] > n_built[i])
+
+    def _matched(self, logits: Logits) -> list[Chosen]:
+        """The token of a step without drafts."""
+        run = match(logits[None], (), self._sampler)
+        self._note_ties(run)
+        return run
+
+    def beside(self, logits: Logits) -> Chosen:
+        """The token of a step that was run together with other sequences, or after drafting was put aside."""
+        self.counters.n_plain += 1
+        self.counters.n_beside += 1
+        return self._matched(logits)[0]
 
     def _verified(self, slot: Slot, anchor: int, width: int) -> list[Chosen]:
         """A verified run; empty if nothing was drafted."""
@@ -201,6 +218,7 @@ class Speculation:
         rows = (anchor, *proposal.tokens)
         logits = self._forwards.verify(slot, rows)
         t2 = time.perf_counter()
+        slot.torn = True  # the sampler is ahead of the state
         run = self._accept(logits, proposal)
         n_keep = len(run)
         self._forwards.commit(slot, width=len(rows), n_keep=n_keep)

@@ -22,18 +22,20 @@ RECENT_TOKENS: Final = 8  # more than any n-gram that a model hashes
 class Slot:
     """One sequence: `n_past` tokens are committed to its state, the newest of them are `recent`."""
 
-    __slots__ = ("_n_written", "_offered", "_table", "id", "n_past", "recent")
+    __slots__ = ("_n_written", "_offered", "_table", "id", "n_past", "recent", "torn")
 
     def __init__(self, table: SlotTable, id: int) -> None:
         self._table, self.id, self.n_past = table, id, 0
         self.recent: tuple[int, ...] = ()
         self._offered: Sequence[int] = ()
         self._n_written = 0  # positions that forwards wrote, committed or not
+        self.torn = False  # a forward changed what has no copy, or may have, and was not committed
 
     def reset(self) -> None:
         """Forget the sequence: the next one starts as in a fresh process."""
         self._table.clear(self.id, self._n_written)
         self.n_past, self.recent, self._offered, self._n_written = 0, (), (), 0
+        self.torn = False
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Note the tokens of the forward that runs next; `commit` takes the first of them."""
@@ -43,6 +45,7 @@ class Slot:
     def commit(self, n_tokens: int) -> None:
         """Count the first `n_tokens` of the forward that has completed."""
         self.n_past += n_tokens
+        self.torn = False
         assert self.n_past <= self._table.layout.n_ctx
         newest = self._offered[max(0, n_tokens - RECENT_TOKENS) : n_tokens]
         self.recent = (*self.recent, *newest)[-RECENT_TOKENS:]

@@ -88,11 +88,10 @@ def test_values_that_cannot_be_used_exit_2(flags: tuple[str, ...], words: str) -
     assert words in done.err
 
 
-def test_several_slots_are_fitted_and_not_run() -> None:
+def test_several_slots_are_fitted_and_run() -> None:
     assert "in each of 2 slots" in told("fit", str(PICO), "--slots", "2", "--threads", "1")
-    done = dflash("run", str(PICO), "-p", "x", "--slots", "2")
-    assert done.code == 2
-    assert "serves one sequence" in done.err
+    one, two = (told("run", str(PICO), "--raw", "-p", "Once", "-n", "8", "--slots", n) for n in "12")
+    assert one == two
 
 
 def test_a_bad_trim_variable_warns_and_the_answer_comes() -> None:

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pyggml_dflash.engine.generation import Generation
 from pyggml_dflash.engine.loader import Loaded, load
 from pyggml_dflash.options import EngineOptions, SamplingOptions
-from pyggml_dflash.requests import GenerationRequest, GenerationResult, ProgressCallback, TextPiece
+from pyggml_dflash.requests import GenerationRequest, GenerationResult
 from tests.drafts.speculated import Tell, Told
+from tests.engine.served import Reader, answered
 from tests.reference.opened import on_the_cpu
 
 EXACT = 1e-3  # of log probabilities, in single precision; 1e-4 was measured
-
-
-@dataclass(slots=True)
-class Reader:
-    """Takes pieces, and wants no more of them once `is_enough` says so."""
-
-    is_enough: Callable[[], bool] = lambda: False
-    pieces: list[TextPiece] = field(default_factory=list)
-    progress: ProgressCallback | None = None
-    submitted_s: float = field(default_factory=time.perf_counter)
-
-    @property
-    def cancelled(self) -> bool:
-        """True once it has enough."""
-        return self.is_enough()
-
-    def emit(self, event: TextPiece) -> None:
-        """Keep a piece."""
-        self.pieces.append(event)
 
 
 @contextmanager
@@ -56,7 +36,7 @@ def run(loaded: Loaded, prompt: list[int], reader: Reader | None = None, **reque
     sampling = SamplingOptions(**request.pop("sampling", {}))
     reader = Reader() if reader is None else reader
     asked = GenerationRequest(tokens=tuple(prompt), sampling=sampling, **request)
-    result = Generation(loaded, asked).run(reader)
+    result = answered(loaded, asked, reader)
     assert "".join(piece.text for piece in reader.pieces) == result.text
     assert tuple(t for piece in reader.pieces for t in piece.tokens) == result.tokens
     return result

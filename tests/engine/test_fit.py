@@ -206,6 +206,8 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         model=QWEN35,
         max_ctx="auto:700",
         min_ctx=200,
+        slots=2,
+        queue_limit=7,
         device="CPU",
         device_cap={"CPU": 64 * 2**20 + 1},
         device_reserve_mib=1,
@@ -234,7 +236,7 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
     opens.main([str(QWEN35), *report.flags], standalone_mode=False)
     default = EngineOptions()
     at_default = {f.name for f in fields(options) if getattr(options, f.name) == getattr(default, f.name)}
-    assert at_default == {"slots", "chunk"}  # an option that is new belongs above
+    assert at_default == {"chunk"}  # an option that is new belongs above
     assert found == [replace(options, max_ctx=report.n_ctx, min_ctx=None, chunk=report.chunk)]
 
 
@@ -334,10 +336,12 @@ def test_a_context_fitted_with_drafts_answers() -> None:
         assert engine.stats().peak_bytes["CPU"] <= mib(6)["CPU"]
 
 
-def test_several_slots_are_planned_but_not_served() -> None:
-    with pytest.raises(UsageError, match="slots is 2; this version serves one sequence at a time"):
-        opened(LLAMA, slots=2)
-    assert fit_report(EngineOptions(model=LLAMA, slots=2, threads=1)).slots == 2
+def test_every_slot_is_planned_and_made() -> None:
+    report = fit_report(EngineOptions(model=LLAMA, slots=3, threads=1))
+    with opened(LLAMA, slots=3) as engine:
+        assert report.slots == engine.info.slots == engine.fit_report().slots == 3
+        with opened(LLAMA) as single:
+            assert engine.info.state_bytes == 3 * single.info.state_bytes
 
 
 def test_the_margin_is_left_free() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from pyggml_dflash import DeviceMemoryError, Engine, GenerationRequest
 from pyggml_dflash.arch.base import OutputKind
-from pyggml_dflash.engine.generation import Generation
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.loader import Loaded, load
 from pyggml_dflash.engine.prefill import PoolTrims
@@ -20,8 +19,8 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.pool import PoolStats
 from pyggml_dflash.options import TRIM_VARIABLE, Auto, EngineOptions, Spec
 from pyggml_dflash.plan.legacy_pool import LegacyPoolSim
-from pyggml_dflash.requests import ProgressCallback, TextPiece
 from pyggml_dflash.state.slot import Slot
+from tests.engine.served import answered
 from tests.engine.test_memory import load_parts
 from tests.engine.tiny import LLAMA, PATIENCE_S, QWEN35, opened, prompt
 
@@ -81,17 +80,6 @@ class ScratchForwards:
             self._pool.free(block)
 
 
-class Caller:
-    """Somebody who waits for an answer."""
-
-    progress: ProgressCallback | None = None
-    submitted_s = 0.0
-    cancelled = False
-
-    def emit(self, event: TextPiece) -> None:
-        """Pieces are not looked at."""
-
-
 @contextmanager
 def on_a_card(
     interval: int | Auto, *, limit: int | None = None, spec: Spec = "auto"
@@ -111,7 +99,7 @@ def on_a_card(
 
 def answer(loaded: Loaded, n_prompt: int = N_CHUNKS * CHUNK) -> tuple[int, ...]:
     request = GenerationRequest(tokens=tuple(prompt(n_prompt)), max_tokens=12, ignore_eos=True)
-    return Generation(loaded, request).run(Caller()).tokens
+    return answered(loaded, request).tokens
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,27 @@ def test_the_grid_begins_where_this_request_begins_to_prefill() -> None:
     assert schedule.behind(21_500).next_at == 5000 + 3 * 8192
 
 
+def test_prompts_that_take_turns_have_a_grid_each() -> None:
+    pools, found = ScriptedPools(), []
+    trims = PoolTrims(pools, 1000, chunk=500)
+    trims.begin(0, 5000, slot=0)
+    trims.begin(700, 4000, slot=2)
+    for n in range(500, 5001, 500):
+        for slot, n_past in ((0, n), (2, 700 + n)):
+            pools.calls.clear()
+            trims.after_chunk(n_past, slot=slot)
+            if "trim" in pools.calls:
+                found.append((slot, n_past))
+    assert [n_past for slot, n_past in found if slot == 0] == [1000, 2000, 3000, 4000]
+    assert [n_past for slot, n_past in found if slot == 2] == [1700, 2700, 3700]
+    trims.begin(0, 5000, slot=0)
+    trims.end(0)
+    trims.end(1)
+    pools.calls.clear()
+    trims.after_chunk(1000, slot=0)
+    assert pools.calls == []
+
+
 def test_a_trim_that_releases_nothing_still_moves_on() -> None:
     pools = ScriptedPools(cached=0)
     trims = PoolTrims(pools, 1000, chunk=500)

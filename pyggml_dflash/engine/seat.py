@@ -1,0 +1,99 @@
+"""One admitted sequence: how far it is, what chooses its tokens, and who drafts them. Layer 6."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+from pyggml_dflash.engine.acceptance import Chosen
+from pyggml_dflash.engine.graphs import Logits
+from pyggml_dflash.engine.sampling import Sampler, best
+from pyggml_dflash.engine.speculate import Speculation
+from pyggml_dflash.engine.step import Admission, Phase
+from pyggml_dflash.state.slot import Slot
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A slot that is taken. The core runs its forwards; the slot belongs to the table."""
+
+    slot: Slot
+    admission: Admission
+    ends: Sequence[int]  # where the forwards of its prompt end
+    drafts: bool = False  # the drafter follows it
+    plain_reason: str | None = None  # why it is not drafted for, though it may be
+    phase: Phase = "prefill"
+    anchor: int = -1  # the newest token, which the state does not have yet
+    n_left: int = field(init=False)  # tokens of the answer that may still come
+    n_read: int = 0  # tokens of the prompt that are in the slot
+    n_cached: int = 0  # of these, tokens that were not computed again
+    speculation: Speculation | None = None  # once its prompt is complete, if it drafts or did
+    failed_at: int = -1  # `n_past` of the last step that failed
+    _runs: Generator[list[Chosen], None, None] | None = None
+
+    def __post_init__(self) -> None:
+        self.n_left = self.admission.limit
+
+    @property
+    def sampler(self) -> Sampler:
+        """What chooses its tokens."""
+        assert self.admission.sampler is not None
+        return self.admission.sampler
+
+    @property
+    def speculates(self) -> bool:
+        """True if its steps may have drafts."""
+        return self.drafts and self.speculation is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the slot is as the last good step left it, so that the next may be tried again."""
+        n_past = self.n_read
+        if self.phase == "decode":
+            n_past = len(self.admission.tokens) + self.admission.limit - self.n_left - 1
+        return not self.slot.torn and self.slot.n_past == n_past
+
+    def end_behind(self, n_past: int) -> int:
+        """Where the forward that begins at `n_past` ends; `n_past` itself at the end of the prompt."""
+        i = bisect_right(self.ends, n_past)
+        return self.ends[i] if i < len(self.ends) else n_past
+
+    def choose(self, logits: Logits) -> Chosen:
+        """The next token of the answer, from a step without drafts."""
+        if self.speculation is None:
+            sampler = self.sampler
+            token = sampler.pick(logits) if sampler.needs_logits else best(logits)
+            sampler.accept(token)
+            chosen = Chosen(token, logits)
+        else:
+            self.pause()
+            chosen = self.speculation.beside(logits)
+        self.anchor = chosen.token
+        self.n_left -= 1
+        return chosen
+
+    def begin_answer(self, logits: Logits) -> Chosen:
+        """Choose the first token; the prompt is complete."""
+        sampler = self.sampler
+        token = sampler.pick(logits)
+        sampler.accept(token)
+        self.phase, self.anchor = "decode", token
+        self.n_left -= 1
+        return Chosen(token, logits)
+
+    def next_run(self, n_ctx: int) -> list[Chosen]:
+        """The tokens of one step of its own, drafted or not."""
+        assert self.speculation is not None
+        if self._runs is None:
+            self._runs = self.speculation.runs(self.slot, self.anchor, n_ctx, limit=self.n_left)
+        run = next(self._runs)
+        self.anchor = run[-1].token
+        self.n_left -= len(run)
+        return run
+
+    def pause(self) -> None:
+        """Leave off steps of its own: the next token comes from another forward."""
+        if self._runs is not None:
+            self._runs.close()
+            self._runs = None

@@ -1,0 +1,240 @@
+"""Answers requests turn by turn: who leaves, who gets a slot, one step, and to whom its tokens go. Layer 6.
+
+Used by the engine's thread alone. Everything that can fail for one request fails for that one only: its
+callbacks, its sampler, its step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from pyggml_dflash.engine.graphs import Logits
+from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.scheduler import Scheduler
+from pyggml_dflash.engine.seat import Seat
+from pyggml_dflash.engine.step import Admission, Granule, Outcome, StepReport
+from pyggml_dflash.errors import EngineClosed
+from pyggml_dflash.requests import EngineStats, RequestCounts, RequestState
+
+
+class Running(Protocol):
+    """A request that may have a slot. Only `take` must not raise."""
+
+    @property
+    def admission(self) -> Admission:
+        """What it brings to its slot."""
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nobody wants it any more."""
+
+    def begin(self) -> None:
+        """It has a slot."""
+
+    def read(self, granule: Granule) -> bool:
+        """More of its prompt was read; True if that is enough."""
+
+    def take(self, token: int, logits: Logits) -> bool:
+        """Another token; True if that is enough."""
+
+    def finish(self, seat: Seat | None) -> Outcome:
+        """Hand out what came of it; without a seat it never ran."""
+
+    def fail(self, error: BaseException) -> None:
+        """Hand out an error."""
+
+
+class Waiting(Protocol):
+    """A request in the queue."""
+
+    state: RequestState
+
+    @property
+    def id(self) -> int | None:
+        """Its number; None for a text that is only read."""
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nobody wants it any more."""
+
+    def started(self, loaded: Loaded) -> Running:
+        """What runs it; may raise, since it is looked at for the first time."""
+
+    def fail(self, error: BaseException) -> None:
+        """Hand out an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """A request that has a slot, and its number."""
+
+    running: Running
+    request: int | None
+
+
+def _no_news() -> bool:
+    return False
+
+
+def _nobody() -> None:
+    pass
+
+
+class Serving:
+    """The queue, the slots and what runs in them."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        has_news: Callable[[], bool] = _no_news,
+        on_end: Callable[[], None] = _nobody,
+    ) -> None:
+        """`has_news`: whether a turn should end soon; `on_end` is called before the outcome is handed out."""
+        self._loaded, self._core = loaded, loaded.core
+        self._has_news, self._on_end = has_news, on_end
+        self._scheduler: Scheduler[Waiting] = Scheduler()
+        self._seated: dict[int, Seated] = {}
+        self._ended: Counter[str] = Counter()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing runs and nothing waits."""
+        return not self._seated and not self._scheduler.n_waiting
+
+    def add(self, waiting: Waiting) -> None:
+        """Put a request into the queue."""
+        self._scheduler.add(waiting)
+        self._number()
+
+    def turn(self) -> None:
+        """Let go of what nobody wants, fill free slots, and run a step, or steps while one runs alone."""
+        while self._let_go() or self._fill():  # one makes work for the other
+            self._number()
+        try:
+            self._step()
+        except Exception as error:  # of no single request
+            for id in list(self._seated):
+                self._fail(id, error)
+
+    def _let_go(self) -> bool:
+        """End what nobody wants any more; True if there was something."""
+        gone = self._scheduler.remove(lambda waiting: waiting.cancelled)
+        for waiting in gone:
+            self._leave(waiting)
+        unwanted = [id for id, seated in self._seated.items() if seated.running.cancelled]
+        for id in unwanted:
+            self._end(id)
+        return bool(gone or unwanted)
+
+    def _fill(self) -> bool:
+        """Give free slots to those who wait; True if somebody got one."""
+        n_waiting = self._scheduler.n_waiting
+        while self._core.has_room and (first := self._scheduler.next()) is not None:
+            self._seat(first)
+        return self._scheduler.n_waiting < n_waiting
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan(self._core.phases)
+        if len(plan.decode) == 1 and not plan.prefill:
+            self._run_alone(plan.decode[0])
+        elif not plan.is_empty:
+            self._deliver(self._core.step(plan))
+
+    def _run_alone(self, id: int) -> None:
+        running, has_news = self._seated[id].running, self._has_news
+        try:
+            is_enough = self._core.run_alone(id, running.take, lambda: has_news() or running.cancelled)
+        except Exception as error:
+            self._fail(id, error)
+            return
+        if is_enough:
+            self._end(id)
+
+    def _deliver(self, report: StepReport) -> None:
+        for id, run in report.decoded.items():
+            take = self._seated[id].running.take
+            if any(take(chosen.token, chosen.logits) for chosen in run):
+                self._end(id)
+        for id, granule in (*report.advanced.items(), *report.completed.items()):
+            try:
+                is_enough = self._seated[id].running.read(granule)
+            except BaseException as error:
+                self._fail(id, error)
+                continue
+            if is_enough:
+                self._end(id)
+        for id, why in report.failed.items():
+            self._fail(id, why)
+
+    def _seat(self, waiting: Waiting) -> None:
+        try:
+            running = waiting.started(self._loaded)
+            id = self._core.admit(running.admission)
+        except Exception as error:
+            self._refuse(waiting, error)
+            return
+        assert id is not None
+        self._seated[id] = Seated(running, waiting.id)
+        try:
+            running.begin()
+        except BaseException as error:
+            self._fail(id, error)
+
+    def _leave(self, waiting: Waiting) -> None:
+        """A request that never had a slot."""
+        try:
+            running = waiting.started(self._loaded)
+        except Exception as error:
+            self._refuse(waiting, error)
+        else:
+            self._finish(running, None)
+
+    def _end(self, id: int) -> None:
+        running, seat = self._seated.pop(id).running, self._core.seat(id)
+        self._core.retire(id)
+        self._finish(running, seat)
+
+    def _fail(self, id: int, error: BaseException) -> None:
+        running = self._seated.pop(id).running
+        self._core.retire(id)
+        self._refuse(running, error)
+
+    def _finish(self, running: Running, seat: Seat | None) -> None:
+        self._on_end()
+        try:
+            self._ended[running.finish(seat)] += 1
+        except BaseException as error:
+            self._ended["failed"] += 1
+            running.fail(error)
+
+    def _refuse(self, request: Running | Waiting, error: BaseException) -> None:
+        self._on_end()
+        self._ended["failed"] += 1
+        request.fail(error)
+
+    def _number(self) -> None:
+        """Tell those who wait where they stand."""
+        for position, waiting in enumerate(self._scheduler.waiting, 1):
+            if waiting.state.position != position:
+                waiting.state = replace(waiting.state, position=position)
+
+    def close(self) -> None:
+        """End what runs, as if it were cancelled, and refuse what waits."""
+        for id in list(self._seated):
+            self._end(id)
+        for waiting in self._scheduler.remove(lambda _: True):
+            self._refuse(waiting, EngineClosed("Engine"))
+
+    def stats(self) -> EngineStats:
+        """What the engine does, and did so far."""
+        stats = self._core.stats()
+        requests = {id: seated.request for id, seated in self._seated.items()}
+        counts = {name: self._ended[name] for name in ("done", "cancelled", "failed")}
+        return replace(
+            stats,
+            requests=RequestCounts(running=len(self._seated), waiting=self._scheduler.n_waiting, **counts),
+            slots=tuple(replace(slot, request=requests.get(slot.id)) for slot in stats.slots),
+        )

@@ -1,0 +1,85 @@
+"""The contract of steps, kept by a fake engine, by the real one on a CPU, and by it on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyggml_dflash.engine.core import EngineCore
+from pyggml_dflash.engine.loader import load
+from pyggml_dflash.ggml.device import devices
+from pyggml_dflash.options import EngineOptions
+from tests.contract.steps import GRANULE, N_SLOTS, FakeEngine, StepContract
+from tests.tiny import Tiny, write_tiny
+
+MODELS = {name: Tiny(architecture=name) for name in ("llama", "qwen35", "qwen35moe", "qwen4exp")}
+N_VOCAB = MODELS["llama"].n_vocab
+
+
+class TestFake(StepContract):
+    @pytest.fixture
+    def engine(self) -> FakeEngine:
+        return FakeEngine()
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("steps"), MODELS[request.param])
+
+
+def open_core(model: Path, device: str) -> EngineCore:
+    options = EngineOptions(
+        model=model,
+        max_ctx=256,
+        slots=N_SLOTS,
+        chunk=GRANULE,
+        device=device,
+        threads=1,
+        cache_type_k="f32",
+        cache_type_v="f32",
+        spec="off",
+    )
+    return load(options, lambda _: None).core
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(model: Path) -> Iterator[EngineCore]:
+    core = open_core(model, "CPU")
+    yield core
+    core.close()
+
+
+@pytest.fixture(scope="module")
+def on_a_gpu(model: Path) -> Iterator[EngineCore]:
+    gpus = [device.name for device in devices() if device.kind == "gpu"]
+    if not gpus:
+        pytest.skip(f"needs a GPU; there is {', '.join(device.name for device in devices())}")
+    core = open_core(model, gpus[0])
+    yield core
+    core.close()
+
+
+def emptied(core: EngineCore) -> Iterator[EngineCore]:
+    """The core, with every slot free again afterwards."""
+    yield core
+    for id in range(core.n_slots):
+        core.retire(id)
+
+
+class TestOnTheCpu(StepContract):
+    n_vocab = N_VOCAB
+
+    @pytest.fixture
+    def engine(self, on_the_cpu: EngineCore) -> Iterator[EngineCore]:
+        yield from emptied(on_the_cpu)
+
+
+@pytest.mark.gpu
+class TestOnAGpu(StepContract):
+    n_vocab = N_VOCAB
+
+    @pytest.fixture
+    def engine(self, on_a_gpu: EngineCore) -> Iterator[EngineCore]:
+        yield from emptied(on_a_gpu)

@@ -1,0 +1,240 @@
+"""What fails, fails for one request: its step, its memory, its callback. The others never notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pyggml_dflash import BackendError, DeviceMemoryError, Progress, UsageError
+from pyggml_dflash.arch.base import OutputKind
+from pyggml_dflash.engine.graphs import Forwards, Logits
+from pyggml_dflash.engine.loader import Loaded, load
+from pyggml_dflash.engine.serving import Serving
+from pyggml_dflash.options import EngineOptions, SamplingOptions
+from pyggml_dflash.requests import GenerationRequest, RequestCounts
+from pyggml_dflash.state.slot import Slot
+from tests.engine.served import Reader, answered
+from tests.engine.tiny import QWEN35, prompt
+
+CHUNK = 16
+LENGTHS = (5, 40, 20)
+
+
+class Failing:
+    """Forwards of which some fail, before they change anything unless told otherwise."""
+
+    def __init__(self, forwards: Forwards, *, tears: bool = False) -> None:
+        self._forwards, self._tears = forwards, tears
+        self.fails: Callable[[str, Slot], bool] = lambda kind, slot: False
+        self.n_failures = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forwards, name)
+
+    def _check(self, kind: str, slot: Slot) -> None:
+        if self.fails(kind, slot):
+            self.n_failures += 1
+            slot.torn = self._tears
+            raise BackendError(f"a {kind} fails on purpose")
+
+    def decode(self, slot: Slot, token: int, **more: Any) -> Logits:
+        self._check("decode", slot)
+        return self._forwards.decode(slot, token, **more)
+
+    def prefill(self, slot: Slot, tokens: Sequence[int], output: OutputKind, **more: Any) -> Logits | None:
+        self._check("prefill", slot)
+        return self._forwards.prefill(slot, tokens, output, **more)
+
+    def verify(self, slot: Slot, tokens: Sequence[int]) -> Logits:
+        self._check("verify", slot)
+        return self._forwards.verify(slot, tokens)
+
+
+@pytest.fixture(params=["off", "mtp"])
+def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
+    options = EngineOptions(
+        model=QWEN35,
+        max_ctx=512,
+        chunk=CHUNK,
+        slots=3,
+        device="CPU",
+        threads=1,
+        spec=request.param,
+        spec_width="auto" if request.param == "off" else 3,
+    )
+    found = load(options, lambda _: None)
+    yield found
+    found.core.close()
+
+
+def requests() -> list[GenerationRequest]:
+    return [
+        GenerationRequest(tokens=tuple(prompt(n, seed=n)), max_tokens=12, ignore_eos=True) for n in LENGTHS
+    ]
+
+
+def served(loaded: Loaded, readers: Sequence[Reader]) -> Serving:
+    """Answer them together."""
+    serving = Serving(loaded, lambda: True)
+    for reader in readers:
+        serving.add(reader)
+    while not serving.is_idle:
+        serving.turn()
+    return serving
+
+
+def failing(loaded: Loaded, **options: Any) -> Failing:
+    """Put failing forwards below the core."""
+    forwards = Failing(loaded.core._forwards, **options)
+    loaded.core._forwards = forwards  # type: ignore[assignment]
+    if loaded.core._backlog is not None:
+        loaded.core._backlog._forwards = forwards  # type: ignore[assignment]
+    return forwards
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "verify"])
+@pytest.mark.parametrize("nth", [1, 2, 6])
+def test_a_step_that_fails_once_is_tried_again_and_changes_no_answer(
+    loaded: Loaded, kind: str, nth: int
+) -> None:
+    alone = [answered(loaded, request).tokens for request in requests()]
+    forwards, n = failing(loaded), 0
+
+    def fails(what: str, slot: Slot) -> bool:
+        nonlocal n
+        n += what == kind
+        return what == kind and n == nth
+
+    forwards.fails = fails
+    readers = [Reader(request) for request in requests()]
+    serving = served(loaded, readers)
+    assert [reader.result().tokens for reader in readers] == alone
+    assert serving.stats().step_failures == forwards.n_failures <= 1
+    assert serving.stats().requests == RequestCounts(done=3)
+    if kind != "verify":
+        assert forwards.n_failures == 1
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("poisoned", [0, 1, 2])
+def test_one_that_always_fails_takes_nobody_with_it(loaded: Loaded, kind: str, poisoned: int) -> None:
+    alone = [answered(loaded, request).tokens for request in requests()]
+    forwards = failing(loaded)
+    # the first would be drafted for, and then not decode plainly
+    forwards.fails = lambda what, slot: slot.id == poisoned and what in (kind, "verify")
+    readers = [Reader(request) for request in requests()]
+    serving = served(loaded, readers)
+    for i, reader in enumerate(readers):
+        if i == poisoned:
+            with pytest.raises(BackendError, match=f"a {kind} fails on purpose"):
+                reader.result()
+        else:
+            assert reader.result().tokens == alone[i]
+    assert serving.stats().requests == RequestCounts(done=2, failed=1)
+    assert serving.stats().step_failures >= 2
+    assert [slot.phase for slot in serving.stats().slots] == ["free"] * 3
+    forwards.fails = lambda what, slot: False
+    again = [Reader(request) for request in requests()]
+    served(loaded, again)
+    assert [reader.result().tokens for reader in again] == alone
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_forward_that_may_have_changed_the_state_is_not_tried_again(loaded: Loaded, kind: str) -> None:
+    alone = [answered(loaded, request).tokens for request in requests()]
+    forwards, n = failing(loaded, tears=True), 0
+
+    def fails(what: str, slot: Slot) -> bool:
+        nonlocal n
+        n += what == kind and slot.id == 1
+        return what == kind and slot.id == 1 and n == 2
+
+    forwards.fails = fails
+    readers = [Reader(request) for request in requests()]
+    served(loaded, readers)
+    with pytest.raises(BackendError, match="on purpose"):
+        readers[1].result()
+    assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
+    assert forwards.n_failures == 1
+    assert answered(loaded, requests()[1]).tokens == alone[1]
+
+
+def test_one_that_runs_alone_is_tried_again_too(loaded: Loaded) -> None:
+    request = requests()[1]
+    alone = answered(loaded, request).tokens
+    for kind in ("decode", "prefill", "verify"):
+        forwards, n = failing(loaded), 0
+
+        def fails(what: str, slot: Slot, kind: str = kind) -> bool:
+            nonlocal n
+            n += what == kind
+            return what == kind and n == 3
+
+        forwards.fails = fails
+        assert answered(loaded, request).tokens == alone
+
+
+def test_logits_that_are_no_numbers_fail_one_request(loaded: Loaded) -> None:
+    alone = [answered(loaded, request).tokens for request in requests()]
+    forwards = loaded.core._forwards
+
+    class Poisoned(Failing):
+        def decode(self, slot: Slot, token: int, **more: Any) -> Logits:
+            logits = super().decode(slot, token, **more)
+            return logits * float("nan") if slot.id == 1 else logits
+
+    loaded.core._forwards = Poisoned(forwards)  # type: ignore[assignment]
+    readers = [Reader(request) for request in requests()]
+    served(loaded, readers)
+    with pytest.raises(BackendError, match="NaN"):
+        readers[1].result()
+    assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
+
+
+def test_a_request_without_memory_for_its_graphs_fails_alone(loaded: Loaded) -> None:
+    long = replace(requests()[0], tokens=tuple(prompt(400)))
+    alone = [answered(loaded, request).tokens for request in requests()]
+    ledger, readers = loaded.core._ledger, [Reader(request) for request in (*requests()[:2], long)]
+    serving = Serving(loaded, lambda: True)
+    for reader in readers:
+        serving.add(reader)
+    while readers[2].state.done < 240:
+        serving.turn()
+    ledger.caps["CPU"] = ledger.charged("CPU")  # graphs of more cache rows are others
+    try:
+        while not serving.is_idle:
+            serving.turn()
+    finally:
+        del ledger.caps["CPU"]
+    with pytest.raises(DeviceMemoryError, match="graph"):
+        readers[2].result()
+    assert [reader.result().tokens for reader in readers[:2]] == alone[:2]
+    assert len(answered(loaded, long).tokens) == 12
+
+
+def test_callbacks_that_fail_fail_their_own_request(loaded: Loaded) -> None:
+    alone = [answered(loaded, request).tokens for request in requests()]
+
+    def fail(progress: Progress) -> None:
+        if progress.done >= CHUNK:
+            raise ZeroDivisionError(progress.done)
+
+    readers = [Reader(request) for request in requests()]
+    readers[1].progress = fail
+    served(loaded, readers)
+    with pytest.raises(ZeroDivisionError, match="16"):
+        readers[1].result()
+    assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
+
+
+def test_a_request_that_cannot_begin_is_told_and_frees_its_place(loaded: Loaded) -> None:
+    bad = replace(requests()[0], sampling=SamplingOptions(logit_bias={10**6: 1.0}))
+    readers = [Reader(bad), *(Reader(request) for request in requests())]
+    serving = served(loaded, readers)
+    with pytest.raises(UsageError, match="logit_bias"):
+        readers[0].result()
+    assert all(len(reader.result().tokens) == 12 for reader in readers[1:])
+    assert serving.stats().requests == RequestCounts(done=3, failed=1)

@@ -82,6 +82,14 @@ class GraphKey:
     update: StateUpdate = "commit"
     capture: bool = False  # record what a drafter reads
     form: str = ""  # which of its forms of a forward the architecture chose; most have one
+    parts: tuple[GraphKey, ...] = ()  # what each row is alone; empty where all rows are of `slot`
+
+    @classmethod
+    def batch(cls, parts: tuple[GraphKey, ...]) -> GraphKey:
+        """One row of each of several slots: forwards of one row, in one graph."""
+        assert len({part.slot for part in parts}) == len(parts)
+        captures = any(part.capture for part in parts)
+        return cls(n_tokens=len(parts), n_kv=0, slot=-1, output="all", capture=captures, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,9 @@ class Step:
     positions I32 [n_tokens], rows I64 [n_tokens] (cache rows to write), mask F16 [n_kv, n_tokens], log I64
     [n_tokens] (rows of the record that captures write, None where nothing is captured);
     `tokens` I32 [n_tokens], or `embeddings` F32 [n_embd, n_tokens] where the table is elsewhere.
+
+    Of a batch, `parts` are the steps of its rows, each with the cache rows, mask and inputs of its slot;
+    what rows do alone reads those. `slots` I32 [n_tokens] are their slots.
     """
 
     key: GraphKey
@@ -106,13 +117,15 @@ class Step:
     embeddings: Tensor | None
     positions: Tensor
     rows: Tensor
-    mask: Tensor
+    mask: Tensor | None  # None where each part has its own
     flash_attn: bool
     tap: Tap | None = None  # called with named intermediate tensors, to look inside a forward
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # the architecture's own inputs, flat
     record: Record | None = None  # where verify forwards and captures write
     capture: Capture | None = None  # what the key's `capture` asks for
     log: Tensor | None = None
+    parts: tuple[Step, ...] = ()
+    slots: Tensor | None = None
 
     def show(self, name: str, x: Tensor) -> None:
         """Offer `x` to whoever looks inside."""
@@ -121,7 +134,9 @@ class Step:
 
     def capture_layer(self, g: GraphBuilder, layer: int, x: Tensor) -> None:
         """Record x [n_embd, M], the input of a trunk layer, if the drafter reads it."""
-        if self.capture is None or layer not in self.capture.layers:
+        for i, part in enumerate(self.parts):
+            part.capture_layer(g, layer, g.only(x, 1, i))
+        if self.parts or self.capture is None or layer not in self.capture.layers:
             return
         assert self.record is not None
         assert self.log is not None
@@ -131,7 +146,9 @@ class Step:
 
     def capture_hidden(self, g: GraphBuilder, x: Tensor) -> None:
         """Record x [n_embd, M], what the head reads; row 0 is the one before the log's first."""
-        if self.capture is None or not self.capture.hidden:
+        for i, part in enumerate(self.parts):
+            part.capture_hidden(g, g.only(x, 1, i))
+        if self.parts or self.capture is None or not self.capture.hidden:
             return
         assert self.record is not None
         assert self.log is not None
@@ -256,8 +273,8 @@ class Architecture(Protocol):
     ) -> StateLayout:
         """The state of one slot."""
 
-    def max_nodes(self, config: ModelConfig) -> int:
-        """An upper bound on the operations of one forward."""
+    def max_nodes(self, config: ModelConfig, n_parts: int = 0) -> int:
+        """An upper bound on the operations of one forward, of a batch of `n_parts` rows if there are any."""
 
     def build(
         self, g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, step: Step

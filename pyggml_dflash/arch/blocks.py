@@ -102,6 +102,27 @@ class KVView:
         return self._read(g, self.v, step)
 
 
+def apart(g: GraphBuilder, step: Step, mix: Callable[[Step, int], Tensor]) -> Tensor:
+    """`mix(part, i)`, [n, 1], for each row of a batch: [n, M]."""
+    rows: Tensor | None = None
+    for i, part in enumerate(step.parts):
+        row = mix(part, i)
+        rows = row if rows is None else g.concat(rows, row, 1)
+    assert rows is not None
+    return rows
+
+
+def read_slots(g: GraphBuilder, state: Tensor, size: int, slots: Tensor) -> Tensor:
+    """Copies [size, M] of the parts of M slots of a recurrent F32 tensor, `size` elements each."""
+    return g.get_rows(g.reshape(state, size, state.n_elements // size), slots)
+
+
+def write_slots(g: GraphBuilder, state: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Overwrite the parts of M slots of a recurrent F32 tensor with new [size, M]."""
+    size = new.shape[0]
+    g.expand(g.set_rows(g.reshape(state, size, state.n_elements // size), new, slots))
+
+
 def attend(
     g: GraphBuilder,
     q: Tensor,
@@ -115,10 +136,13 @@ def attend(
 
     `mask` stands for the step's own, and leaves at most `max_visible` cache rows to a row (0: unknown).
     """
+    if step.parts:
+        return apart(g, step, lambda part, i: attend(g, g.only(q, 2, i), cache, part, scale))
     head_dim, n_head, n_tokens, _ = q.shape
     q = g.permute(q, 0, 2, 1, 3)  # [head_dim, M, head]
     keys, values = cache.keys(g, step), cache.values(g, step)
     mask = step.mask if mask is None else mask
+    assert mask is not None
     if step.flash_attn:
         out = g.flash_attn(q, keys, values, mask, scale, max_visible)
         return g.reshape(out, head_dim * n_head, n_tokens)

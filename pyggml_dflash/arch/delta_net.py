@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyggml_dflash.arch.base import Commit, GraphKey, Record, State, StateTensor, StateUpdate, Step
-from pyggml_dflash.arch.blocks import norm
+from pyggml_dflash.arch.blocks import apart, norm, read_slots, write_slots
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
@@ -75,6 +75,10 @@ class DeltaScan:
         net = self.net
         shape, offset = (net.n_taps - 1, net.conv_dim), 4 * self.n_tokens
         g.expand(g.copy(g.view(self.window, shape, (self.window.strides[1],), offset), state.conv))
+        self.commit_memory(g, state)
+
+    def commit_memory(self, g: GraphBuilder, state: DeltaState) -> None:
+        """Overwrite the memory alone."""
         newest = self.memories(g, 1)
         target = g.view(state.memory, (newest.shape[0],), (), 0)  # flat: GPU back ends fuse this copy
         g.expand(g.copy(newest, target))
@@ -90,44 +94,93 @@ def delta_scan(
     n_states: int = 1,
 ) -> DeltaScan:
     """Convolve and run the gated delta rule from `state`, which is only read; keep `n_states` states."""
-    d, n_tokens = net.head_dim, rows.mixed.shape[1]
+    n_tokens = rows.mixed.shape[1]
     window = g.concat(state.conv, g.transpose(rows.mixed), 0)  # [taps - 1 + M, conv_dim]
-    y = g.silu(g.ssm_conv(window, w["ssm_conv1d.weight"]))  # [conv_dim, M]
-    row = y.strides[1]
-    parts = ((net.n_key_head, 0), (net.n_key_head, net.key_dim), (net.n_value_head, 2 * net.key_dim))
-    q, k, v = (
-        g.view(y, (d, heads, n_tokens, 1), (4 * d, row, row * n_tokens), 4 * start) for heads, start in parts
-    )
-    gates = (1, net.n_value_head, n_tokens, 1)
-    decay, beta = g.reshape(rows.decay, *gates), g.reshape(rows.beta, *gates)
-    q, k = unit_rows(g, q, eps), unit_rows(g, k, eps)
+    q, k, v = convolved(g, w, window, net, eps)
+    shape = (1, net.n_value_head, n_tokens, 1)
+    decay, beta = g.reshape(rows.decay, *shape), g.reshape(rows.beta, *shape)
     out = g.gated_delta_net(q, k, v, decay, beta, state.memory, n_states)
     return DeltaScan(window, out, net, n_tokens)
 
 
-def gate_delta(g: GraphBuilder, w: BlockWeights, scan: DeltaScan, gate: Tensor, eps: float) -> Tensor:
-    """Normalise the outputs per head and multiply them with gate [value_dim, M]: [value_dim, M]."""
-    net, n_tokens = scan.net, scan.n_tokens
-    rows = norm(g, scan.outputs(g), w["ssm_norm.weight"], eps)
+def convolved(
+    g: GraphBuilder, w: BlockWeights, window: Tensor, net: DeltaNetConfig, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [d, head, M, 1] of windows [taps - 1 + M, conv_dim] or [taps, conv_dim, M]."""
+    d = net.head_dim
+    y = g.silu(g.ssm_conv(window, w["ssm_conv1d.weight"]))  # [conv_dim, M] or [conv_dim, 1, M]
+    n_tokens, row = y.shape[1] * y.shape[2], y.strides[1]
+    parts = ((net.n_key_head, 0), (net.n_key_head, net.key_dim), (net.n_value_head, 2 * net.key_dim))
+    q, k, v = (
+        g.view(y, (d, heads, n_tokens, 1), (4 * d, row, row * n_tokens), 4 * start) for heads, start in parts
+    )
+    return unit_rows(g, q, eps), unit_rows(g, k, eps), v
+
+
+def gate_delta(
+    g: GraphBuilder, w: BlockWeights, outputs: Tensor, net: DeltaNetConfig, gate: Tensor, eps: float
+) -> Tensor:
+    """Normalise outputs [d, value head, M] per head and multiply them with gate [value_dim, M]."""
+    n_tokens = outputs.shape[2]
+    rows = norm(g, outputs, w["ssm_norm.weight"], eps)
     gated = g.mul(rows, g.reshape(gate, net.head_dim, net.n_value_head, n_tokens))
     return g.reshape(gated, net.value_dim, n_tokens)
 
 
 def run_delta(
     g: GraphBuilder, config: ModelConfig, w: BlockWeights, layer: int, x: Tensor, state: State, step: Step
-) -> DeltaScan:
-    """One layer's recurrence over x [n_embd, M]; the state is committed or recorded as the key says."""
+) -> Tensor:
+    """One layer's recurrence over x [n_embd, M]: [d, value head, M].
+
+    The state is committed or recorded as the key says.
+    """
     net, eps, key = config.delta_net, config.norm_eps, step.key
     assert net is not None
-    now = slot_state(g, config, state, layer, key.slot)
     rows = delta_rows(g, w, x)
+    if step.slots is not None:
+        return _run_slots(g, config, w, layer, rows, state, step, step.slots)
+    now = slot_state(g, config, state, layer, key.slot)
     scan = delta_scan(g, w, rows, now, net, eps, key.n_tokens if key.update == "snapshots" else 1)
     if key.update == "commit":
         scan.commit(g, now)
     else:
         assert step.record is not None
         record_rows(g, step.record, layer, rows, scan, key)
-    return scan
+    return scan.outputs(g)
+
+
+def _run_slots(
+    g: GraphBuilder,
+    config: ModelConfig,
+    w: BlockWeights,
+    layer: int,
+    rows: DeltaRows,
+    state: State,
+    step: Step,
+    slots: Tensor,
+) -> Tensor:
+    """Every row is the next one of its slot: one convolution for all, memories where they are."""
+    net = config.delta_net
+    assert net is not None
+    taps, width, n_tokens = net.n_taps - 1, net.conv_dim, step.key.n_tokens
+    conv = state[f"blk.{layer}.conv"]
+    past = g.reshape(read_slots(g, conv, taps * width, slots), taps, width, n_tokens)
+    window = g.concat(past, g.reshape(rows.mixed, 1, width, n_tokens), 0)  # [taps, conv_dim, M]
+    q, k, v = convolved(g, w, window, net, config.norm_eps)
+    newest = g.view(window, (taps, width, n_tokens), window.strides[1:3], 4)
+    write_slots(g, conv, g.cont_2d(newest, taps * width, n_tokens), slots)
+
+    def recur(part: Step, i: int) -> Tensor:
+        now = slot_state(g, config, state, layer, part.key.slot)
+        one = (1, net.n_value_head, 1, 1)
+        decay, beta = (g.reshape(g.only(x, 1, i), *one) for x in (rows.decay, rows.beta))
+        query, key, value = (g.only(x, 2, i) for x in (q, k, v))
+        out = g.gated_delta_net(query, key, value, decay, beta, now.memory)
+        scan = DeltaScan(window, out, net, 1)
+        scan.commit_memory(g, now)
+        return g.reshape(scan.outputs(g), net.value_dim, 1)
+
+    return g.reshape(apart(g, step, recur), net.head_dim, net.n_value_head, n_tokens)
 
 
 def record_rows(

@@ -49,6 +49,7 @@ from pyggml_dflash.model.config import ConfigReader, DeltaNetConfig, ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, matrix, vector
 
 NODES_PER_LAYER = 96
+NODES_PER_PART = 24  # what a row of a batch does alone in a layer
 
 
 def recurrent_layers(r: ConfigReader, n_layer: int, n_all: int) -> tuple[bool, ...]:
@@ -211,11 +212,11 @@ class Qwen35Architecture:
         tensors = [*kv_tensors(config, n_ctx, type_k, type_v), *delta_state(config)]
         return StateLayout(n_ctx=n_ctx, tensors=tuple(tensors))
 
-    def max_nodes(self, config: ModelConfig) -> int:
+    def max_nodes(self, config: ModelConfig, n_parts: int = 0) -> int:
         """An upper bound on the operations of one forward."""
         extra = 0 if config.moe is None else 32 + 2 * config.moe.n_used
         extra += 0 if config.delta_net is None else 5 * config.delta_net.n_taps  # a composed convolution
-        return (NODES_PER_LAYER + extra) * config.n_layer + 128
+        return (NODES_PER_LAYER + extra + NODES_PER_PART * n_parts) * config.n_layer + 128
 
     def build(
         self, g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, step: Step
@@ -245,9 +246,11 @@ class Qwen35Architecture:
         w = weights.block(layer)
         if not config.recurrent[layer]:
             return w.linear(g, "attn_output", gated_attention(g, config, weights, layer, x, state, step))
-        scan = run_delta(g, config, w, layer, x, state, step)
+        net = config.delta_net
+        assert net is not None
+        outputs = run_delta(g, config, w, layer, x, state, step)
         z = g.silu(w.linear(g, "attn_gate", x))
-        return w.linear(g, "ssm_out", gate_delta(g, w, scan, z, config.norm_eps))
+        return w.linear(g, "ssm_out", gate_delta(g, w, outputs, net, z, config.norm_eps))
 
     def form(self, config: ModelConfig, n_past: int, n_tokens: int, n_kv: int, *, host: bool) -> str:
         """Always the same."""

@@ -14,8 +14,9 @@ from pyggml_dflash.arch import architecture_of
 from pyggml_dflash.arch.base import Architecture, GraphKey, StateLayout
 from pyggml_dflash.engine.drafter_loader import SpeculationPlan, choose_recording, make_drafter
 from pyggml_dflash.engine.drafting import Drafter
+from pyggml_dflash.engine.forward import Model, Recording, build_forward
 from pyggml_dflash.engine.graph_cache import Relieve
-from pyggml_dflash.engine.graphs import Forwards, Model, Recording, build_forward
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
 from pyggml_dflash.errors import BackendError, UsageError

@@ -14,8 +14,9 @@ from pyggml_dflash.arch.dflash_config import DraftConfig, draft_tensors, read_dr
 from pyggml_dflash.arch.draft_forms import DraftKind, draft_kind, open_draft
 from pyggml_dflash.engine.dflash_drafter import DFlashDrafter
 from pyggml_dflash.engine.drafting import Drafter
+from pyggml_dflash.engine.forward import Recording
 from pyggml_dflash.engine.graph_cache import Relieve
-from pyggml_dflash.engine.graphs import Forwards, Recording
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.mtp_drafter import MtpDrafter
 from pyggml_dflash.errors import UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.device import Backend

@@ -87,6 +87,10 @@ class GraphCache:
         while self._kept:
             self._kept.popitem()[1].close()
 
+    def clear(self) -> None:
+        """Free every graph but not the memory; the next use of one builds it again."""
+        self._drop_all()
+
     def close(self) -> None:
         """Free every graph and the memory."""
         self._drop_all()

@@ -1,8 +1,8 @@
 """Forwards of one model: builds graphs, keeps those that come again, feeds and runs them. Layer 6.
 
-A prefill graph is built for each chunk, since a chunk takes far longer than its build. Decode and verify
-graphs are kept: the topology has no `n_past`, only the number of cache rows rounded up to a bucket, so a
-step writes four small inputs and runs. All of them share one piece of memory.
+A prefill graph is built for each chunk, since a chunk takes far longer than its build; all of them
+share one allocator. Decode and verify graphs are kept: the topology has no `n_past`, only the number
+of cache rows rounded up to a bucket, so a step writes four small inputs and runs.
 
 With a `Recording`, forwards write what a drafter reads into tensors of their own, and verify forwards
 leave the recurrent state alone until `commit` says how many of their rows stay.
@@ -12,25 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.arch.base import (
-    Architecture,
-    Capture,
-    Commit,
-    FedRows,
-    GraphKey,
-    OutputKind,
-    StateTensor,
-    StateUpdate,
-    Step,
-    Tap,
-)
+from pyggml_dflash.arch.base import Commit, FedRows, GraphKey, OutputKind
+from pyggml_dflash.engine.batch_inputs import BatchInputs
+from pyggml_dflash.engine.batching import UNMEASURED, Batching
+from pyggml_dflash.engine.forward import Model, Recording, build_forward, build_graph, record_layout
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
+from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
 from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.device import Backend
@@ -38,40 +31,12 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import can_run
-from pyggml_dflash.ggml.tensor import Tensor
-from pyggml_dflash.model.config import ModelConfig
-from pyggml_dflash.model.weights import LoadedWeights
-from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
+from pyggml_dflash.ggml.products import Product, products
+from pyggml_dflash.ggml.tensor import Tensor, WeightKind
+from pyggml_dflash.plan.measure import MemoryProbe
 from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 
-SHORT_TAIL: Final = 16  # rows of a prompt's last chunk below which kernels take other paths
-
 Logits = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a forward is built from."""
-
-    architecture: Architecture
-    config: ModelConfig
-    weights: LoadedWeights
-    flash_attn: bool
-    plain_kv: range = range(0)  # cache rows over which decode and verify attend without flash attention
-
-    def uses_flash(self, key: GraphKey) -> bool:
-        """Whether a forward of this key uses flash attention; the same for decode and verify."""
-        is_prompt = key.n_tokens > 1 and key.update == "commit"
-        return self.flash_attn and (is_prompt or key.n_kv not in self.plain_kv)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """What forwards record for a drafter, and how a verify forward can be taken back."""
-
-    capture: Capture
-    update: StateUpdate  # 'snapshots' or 'replay'
-    max_width: int  # rows of the widest verify forward
 
 
 class Forwards:
@@ -95,6 +60,8 @@ class Forwards:
         self.record: dict[str, Tensor] = {}
         self.recorded = 0  # rows at the front of the record that captures leave alone
         self.built = BuildCount()
+        self.batching = UNMEASURED
+        self._joined: Logits | None = None
         max_width = 1 if recording is None else recording.max_width
         self.record_rows = max(chunk, max_width)
         with ExitStack() as stack:
@@ -103,21 +70,34 @@ class Forwards:
                 stack.callback(self.feeder.close)
             self.gather = None
             if host is not None:
-                self.gather = RowGather(host, ledger, model.weights, max(chunk, max_width))
+                most = max(chunk, max_width, len(slots.slots))
+                self.gather = RowGather(host, ledger, model.weights, most)
                 stack.callback(self.gather.close)
             if recording is not None:
                 self._allocate_record(stack, recording)
-            self._one = self._inputs(stack, 1)
+            self._ones = tuple(self._inputs(stack, 1) for _ in slots.slots)
+            self._batch = self._batch_inputs(stack)
             self._few = self._inputs(stack, max_width)
             self._many = self._inputs(stack, chunk)
             self._cache = GraphCache(backend, ledger, "graphs", relieve=relieve, built=self.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
 
+    def use(self, batching: Batching) -> None:
+        """Decode as a probe found; graphs that were built before are forgotten."""
+        self.batching = batching
+        self.model = replace(self.model, doubled=batching.doubled)
+        self._cache.clear()
+
     @property
     def cache_types(self) -> frozenset[ElementType]:
         """Element types of keys and values."""
         return frozenset(t.type for t in self._slots.layout.tensors if t.grows)
+
+    @property
+    def n_slots(self) -> int:
+        """Sequences that there is room for."""
+        return len(self._slots.slots)
 
     @property
     def is_host(self) -> bool:
@@ -135,6 +115,14 @@ class Forwards:
             max_kv=self.n_ctx,
             embedded=embedded,
         )
+        stack.callback(inputs.close)
+        return inputs
+
+    def _batch_inputs(self, stack: ExitStack) -> BatchInputs | None:
+        if len(self._ones) == 1:
+            return None
+        embedded, n_embd = self.gather is not None, self.model.config.n_embd
+        inputs = BatchInputs(self._backend, self._ledger, self._ones, n_embd, embedded=embedded)
         stack.callback(inputs.close)
         return inputs
 
@@ -169,7 +157,7 @@ class Forwards:
             slot=slot.id,
             output=output,
             capture=capture,
-            form=self._form(n_past, n, n_kv),
+            form=self.form(n_past, n, n_kv),
         )
         self._fill(self._many, slot, tokens, key)
         graph = self._cache.once(*self._build(key, self._many))
@@ -184,19 +172,60 @@ class Forwards:
 
     def decode(self, slot: Slot, token: int, *, capture: bool = False) -> Logits:
         """Run one token behind what the slot has: logits F32 [n_vocab], overwritten by the next call."""
-        n_past = slot.n_past
-        n_kv = (n_past // BUCKET + 1) * BUCKET
-        form = self._form(n_past, 1, n_kv)
-        key = GraphKey(n_tokens=1, n_kv=n_kv, slot=slot.id, output="last", capture=capture, form=form)
-        graph = self._cache.get(key, lambda: self._build(key, self._one))
+        key, inputs = self._row_key(slot.id, slot.n_past, capture=capture), self._ones[slot.id]
+        graph = self._cache.get(key, lambda: self._build(key, inputs))
         if capture:
-            self._fill_log(self._one, 1)
+            self._fill_log(inputs, 1)
         x = token if self.gather is None else self.gather.gather((token,))[0]
-        self._one.fill_one(x, slot.id, n_past, self.n_ctx)
-        self._feed(self._one, slot, (token,), key)
+        inputs.fill_one(x, slot.id, slot.n_past, self.n_ctx)
+        self._feed(inputs, slot, (token,), key)
         slot.torn = True
         logits: Logits = graph.run()[0][0]
         return logits
+
+    def _row_key(self, slot: int, n_past: int, *, capture: bool) -> GraphKey:
+        n_kv = (n_past // BUCKET + 1) * BUCKET
+        form = self.form(n_past, 1, n_kv)
+        return GraphKey(n_tokens=1, n_kv=n_kv, slot=slot, output="last", capture=capture, form=form)
+
+    def decode_batch(
+        self, slots: Sequence[Slot], tokens: Sequence[int], *, capture: int | None = None
+    ) -> Logits:
+        """Run one token behind what each of several slots has: logits F32 [n, n_vocab], row i of `slots[i]`.
+
+        They are overwritten by the next call. Slots in the order of their ids cost least. `capture`: the
+        row that is recorded.
+        """
+        order = sorted(range(len(slots)), key=lambda i: slots[i].id)
+        groups = _groups(order, self.batching.rows)
+        if len(groups) == 1 and order == list(range(len(order))):
+            return self._decode_group(slots, tokens, capture)
+        if self._joined is None:
+            self._joined = np.empty((self.n_slots, self.model.config.n_vocab), np.float32)
+        for group in groups:
+            captured = group.index(capture) if capture in group else None
+            self._joined[group] = self._decode_group(
+                [slots[i] for i in group], [tokens[i] for i in group], captured
+            )
+        return self._joined[: len(order)]
+
+    def _decode_group(self, slots: Sequence[Slot], tokens: Sequence[int], capture: int | None) -> Logits:
+        """One forward for slots in the order of their ids."""
+        if len(slots) == 1:
+            return self.decode(slots[0], tokens[0], capture=capture == 0)[None]
+        assert self._batch is not None
+        parts = tuple(
+            self._row_key(slot.id, slot.n_past, capture=i == capture) for i, slot in enumerate(slots)
+        )
+        key = GraphKey.batch(parts)
+        graph = self._cache.get(key, lambda: self._build_batch(key))
+        x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
+        self._batch.fill(x, [slot.id for slot in slots], [slot.n_past for slot in slots], self.n_ctx)
+        for slot, token, part in zip(slots, tokens, parts, strict=True):
+            if part.capture:
+                self._fill_log(self._ones[slot.id], 1)
+            self._feed(self._ones[slot.id], slot, (token,), part)
+        return graph.run()[0]
 
     def verify(self, slot: Slot, tokens: Sequence[int]) -> Logits:
         """Run a few rows that may be taken back: logits F32 [n_tokens, n_vocab], as of the last call.
@@ -213,7 +242,7 @@ class Forwards:
             output="all",
             update=self.recording.update,
             capture=True,
-            form=self._form(n_past, n, n_kv),
+            form=self.form(n_past, n, n_kv),
         )
         graph = self._cache.get(key, lambda: self._build(key, self._few))
         self._fill(self._few, slot, tokens, key)
@@ -225,83 +254,43 @@ class Forwards:
         update = self.recording.update
         width = n_keep if update == "replay" else width  # which then is the same work
         commit = Commit(slot=slot.id, update=update, width=width, n_keep=n_keep)
-        if self._records_state(commit):
+        if self.records_state(commit):
             self._cache.get(commit, lambda: self._build_commit(commit)).run()
 
-    def _form(self, n_past: int, n_tokens: int, n_kv: int) -> str:
+    def form(self, n_past: int, n_tokens: int, n_kv: int) -> str:
+        """How the architecture builds such a forward; see `Architecture.form`."""
         model, host = self.model, self._backend.is_host
         return model.architecture.form(model.config, n_past, n_tokens, n_kv, host=host)
 
-    def _records_state(self, commit: Commit) -> bool:
+    def records_state(self, commit: Commit) -> bool:
+        """True if there is anything to do for a commit."""
         model = self.model
         return bool(model.architecture.record_tensors(model.config, commit.update, commit.width))
 
     def needs(self, probe: MemoryProbe) -> int:
         """Bytes of the largest graph of a whole context, without running one."""
-        captures, depths = self.recording is not None, self._depths()
+        return forward_needs(self, probe)
 
-        def largest(n_tokens: int, depths: Sequence[int]) -> int:
-            return probe.largest(
-                self._to_measure(
-                    GraphKey(n_tokens=n_tokens, n_kv=n, slot=0, output="last", capture=captures, form=form)
-                )
-                for n, form in self._furthest(n_tokens, depths)
-            )
+    def products(self) -> list[Product]:
+        """Kinds of products with weights that decoding has, the smallest first."""
+        found: dict[WeightKind, Product] = {}
+        for n_past in (0, self.n_ctx - 1):  # a form of attention may have products of its own
+            builder = self.builder(self._row_key(0, n_past, capture=False))
+            try:
+                found |= {product.kind: product for product in products(builder)}
+            finally:
+                builder.close()
+        return sorted(found.values(), key=lambda product: product.n_bytes)
 
-        found = [largest(1, depths)]
-        if self.recording is not None:
-            found.append(self._speculation_needs(probe, self.recording, depths))
-        chunks = {min(self.chunk, SHORT_TAIL), *self._most_rows()}
-        return max(*found, *(largest(n, (self.n_ctx,)) for n in chunks))
-
-    def _speculation_needs(self, probe: MemoryProbe, recording: Recording, depths: Sequence[int]) -> int:
-        width, update = recording.max_width, recording.update
-        verifies = [
-            GraphKey(n_tokens=width, n_kv=n, slot=0, output="all", update=update, capture=True, form=form)
-            for n, form in self._furthest(width, depths)
-        ]
-        verify = probe.largest(map(self._to_measure, verifies))
-        commit = Commit(slot=0, update=update, width=width, n_keep=width)
-        if not self._records_state(commit):
-            return verify
-        return max(verify, probe.graph(commit, lambda: self._build_commit(commit)[0]).compute)
-
-    def _most_rows(self) -> list[int]:
-        """The most rows of a chunk at the end of the context in each form of a forward."""
-        n_ctx = self.n_ctx
-        return last_of_each_run(lambda n: self._form(n_ctx - n, n, n_ctx), 1, self.chunk + 1)
-
-    def _furthest(self, n_tokens: int, depths: Sequence[int]) -> list[tuple[int, str]]:
-        """Cache rows and form of the furthest forwards of so many rows, up to each depth and in each form.
-
-        Of one form the furthest is the largest, but a form that ends early can be larger than the next.
-        """
-        found, start = [], 0
-        for depth in depths:
-            stop = depth - n_tokens + 1
-            for n_past in last_of_each_run(lambda n: self._form_behind(n, n_tokens), start, stop):
-                n_kv = bucketed(n_past + n_tokens)
-                found.append((n_kv, self._form(n_past, n_tokens, n_kv)))
-            start = stop
-        return found
-
-    def _form_behind(self, n_past: int, n_tokens: int) -> str:
-        return self._form(n_past, n_tokens, bucketed(n_past + n_tokens))
-
-    def _depths(self) -> tuple[int, ...]:
-        """Cache rows where decode graphs are largest: where attention without flash ends, and at the end."""
-        plain = self.model.plain_kv
-        last_plain = (plain.stop - 1) // BUCKET * BUCKET
-        return (last_plain, self.n_ctx) if plain and last_plain < self.n_ctx else (self.n_ctx,)
-
-    def builder(self, key: GraphKey) -> GraphBuilder:
-        """The graph of a forward, as it would be placed; the caller closes it."""
+    def builder(self, key: GraphKey | Commit) -> GraphBuilder:
+        """The graph of a forward or a commit, as it would be placed; the caller closes it."""
+        if isinstance(key, Commit):
+            return self._build_commit(key)[0]
+        if key.parts:
+            return self._build_batch(key)[0]
         is_verify = key.update != "commit"
-        inputs = self._one if key.n_tokens == 1 else self._few if is_verify else self._many
+        inputs = self._ones[key.slot] if key.n_tokens == 1 else self._few if is_verify else self._many
         return self._build(key, inputs)[0]
-
-    def _to_measure(self, key: GraphKey) -> tuple[GraphKey, Build]:
-        return key, lambda: self.builder(key)
 
     def _fill(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
@@ -329,6 +318,19 @@ class Forwards:
             self._backend, self.model, state, inputs, key, record=self.record, recording=self.recording
         )
 
+    def _build_batch(self, key: GraphKey) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        model, batch, recording = self.model, self._batch, self.recording
+        assert batch is not None
+        flash_attn = [model.uses_flash(part) for part in key.parts]
+        capture = None if recording is None else recording.capture
+        return build_graph(
+            self._backend,
+            model,
+            self._slots.tensors,
+            key,
+            lambda g: batch.step(g, key, flash_attn, self.record, capture),
+        )
+
     def _build_commit(self, commit: Commit) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         model = self.model
         builder = GraphBuilder(
@@ -348,39 +350,8 @@ class Forwards:
         self._stack.close()
 
 
-def record_layout(model: Model, recording: Recording, max_rows: int) -> tuple[StateTensor, ...]:
-    """Tensors that forwards of up to `max_rows` rows record into."""
-    config, capture = model.config, recording.capture
-    found = list(model.architecture.record_tensors(config, recording.update, recording.max_width))
-    if capture.layers:
-        shape = (config.n_embd * len(capture.layers), max_rows)
-        found.append(StateTensor(name="features", type=ElementType.F32, shape=shape, grows=False))
-    if capture.hidden:
-        shape = (config.hidden_width, max_rows + 1)  # row 0 is the one before the forward
-        found.append(StateTensor(name="hidden", type=ElementType.F32, shape=shape, grows=False))
-    return tuple(found)
-
-
-def build_forward(
-    backend: Backend,
-    model: Model,
-    state: dict[str, Tensor],
-    inputs: Inputs,
-    key: GraphKey,
-    tap: Tap | None = None,
-    record: dict[str, Tensor] | None = None,
-    recording: Recording | None = None,
-) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
-    """A forward as a graph without memory, and what to read from it: the logits, if the key asks."""
-    max_nodes = model.architecture.max_nodes(model.config) + 64
-    builder = GraphBuilder(max_nodes, lambda op: can_run(backend, op))
-    try:
-        capture = recording.capture if recording is not None and key.capture else None
-        step: Step = inputs.step(builder, key, model.uses_flash(key), tap, record, capture)
-        logits = model.architecture.build(builder, model.config, model.weights, state, step)
-        if logits is None:
-            return builder, ()
-        return builder, (builder.output(logits),)
-    except BaseException:
-        builder.close()
-        raise
+def _groups(rows: list[int], most: int) -> list[list[int]]:
+    """Rows in runs of about the same length, at most `most` each."""
+    n = -(-len(rows) // most)
+    ends = [len(rows) * i // n for i in range(n + 1)]
+    return [rows[start:stop] for start, stop in pairwise(ends)]

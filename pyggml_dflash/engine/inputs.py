@@ -149,7 +149,6 @@ class Inputs:
 
     def fill_one(self, x: npt.ArrayLike, slot: int, n_past: int, n_ctx: int) -> None:
         """`fill` and the mask for a single row, which changes in one element from step to step."""
-        mask = self.mask.array
         if self._embedded:
             self.x.array[: self._n_embd] = x
             self.x.upload(0, self._n_embd)
@@ -160,6 +159,11 @@ class Inputs:
         self.rows.array[0] = slot * n_ctx + n_past
         self.positions.upload(0, 1)
         self.rows.upload(0, 1)
+        self.show_one(slot, n_past)
+
+    def show_one(self, slot: int, n_past: int) -> None:
+        """Write the mask of a single row: it sees `n_past` cache rows and its own."""
+        mask = self.mask.array
         if self._shown == (slot, n_past - 1):
             mask[n_past] = 0
             self.mask.upload(n_past, n_past + 1)

@@ -6,14 +6,14 @@ memory comes from its allocator, inputs and weights bring their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.arena import Context
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
-from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 
 Supports = Callable[[Tensor], bool]
 
@@ -38,11 +38,17 @@ class GraphBuilder:
 
     `max_nodes` bounds both; a builder that runs over raises before ggml would abort. `supports` tells
     whether the device can run an operation; where it cannot, the few operations that have a
-    composition of others use it.
+    composition of others use it. Products of a single row with weights of the kinds in `doubled` are
+    made of two equal rows: what kernels for several rows give, bit by bit.
     """
 
-    def __init__(self, max_nodes: int, supports: Supports | None = None) -> None:
-        self._supports = supports
+    def __init__(
+        self,
+        max_nodes: int,
+        supports: Supports | None = None,
+        doubled: Set[WeightKind] = frozenset(),
+    ) -> None:
+        self._supports, self._doubled = supports, doubled
         # A graph lists the tensors that it only reads as well; two per operation is more than any model has.
         self._context = Context(2 * max_nodes, 2 * max_nodes)
         self._c = self._context.ptr
@@ -186,6 +192,9 @@ class GraphBuilder:
 
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
         """w [in, out] times x [in, n]: F32 [out, n]."""
+        if self._doubled and x.shape[1] == 1 and w.weight_kind in self._doubled:
+            both = self.concat(x, x, 1)
+            return self.only(self._new(lib.ggml_mul_mat(self._c, w.ptr, both.ptr)), 1, 0)
         return self._new(lib.ggml_mul_mat(self._c, w.ptr, x.ptr))
 
     def mul_mat_id(self, experts: Tensor, x: Tensor, ids: Tensor) -> Tensor:
@@ -223,6 +232,12 @@ class GraphBuilder:
         if len(shape) == 3:
             return self._new(lib.ggml_view_3d(c, p, *shape, *strides, offset))
         return self._new(lib.ggml_view_4d(c, p, *shape, *strides, offset))
+
+    def only(self, x: Tensor, dim: int, i: int) -> Tensor:
+        """Element `i` along dimension `dim`, which becomes 1; no copy."""
+        n_dims = max(dim + 1, *(j + 1 for j, n in enumerate(x.shape) if n > 1 or j == 0))
+        shape = tuple(1 if j == dim else n for j, n in enumerate(x.shape[:n_dims]))
+        return self.view(x, shape, x.strides[1:n_dims], i * x.strides[dim])
 
     def cont(self, x: Tensor) -> Tensor:
         """A contiguous copy."""
@@ -327,18 +342,18 @@ class GraphBuilder:
         return self.add(self.scale(total, scale), self.cast(mask, ElementType.F32))
 
     def ssm_conv(self, x: Tensor, taps: Tensor) -> Tensor:
-        """Causal convolution per channel: x [taps - 1 + token, channel], taps [taps, channel].
+        """Causal convolution per channel: x [taps - 1 + token, channel, seq], taps [taps, channel].
 
-        Result [channel, token].
+        Result [channel, token, seq].
         """
         out = self._new(lib.ggml_ssm_conv(self._c, x.ptr, taps.ptr))
         if self._supports is None or self._supports(out):
             return out
-        n_taps, n_channel = taps.shape[0], taps.shape[1]
+        n_taps, n_channel, n_seq = taps.shape[0], taps.shape[1], x.shape[2]
         n_token = x.shape[0] - n_taps + 1
         total: Tensor | None = None
         for i in range(n_taps):
-            rows = self.view(x, (n_token, n_channel), (x.strides[1],), 4 * i)
+            rows = self.view(x, (n_token, n_channel, n_seq), x.strides[1:3], 4 * i)
             term = self.mul(rows, self.view(taps, (1, n_channel), (taps.strides[1],), 4 * i))
             total = term if total is None else self.add(total, term)
         assert total is not None

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, c_string, ffi, lib
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKind:
+    """What a device's choice of kernel for a product with a weight depends on, but for the number of rows."""
+
+    type: ElementType
+    shape: tuple[int, int, int]  # in, out, experts
+    layout: str  # ggml's name of the buffer type
 
 
 class Tensor:
@@ -64,6 +75,13 @@ class Tensor:
     def memory(self) -> str:
         """The kind of memory that its bytes lie in, as ggml calls it: 'CPU', 'CUDA0', 'CUDA_Host'."""
         return c_string(lib.ggml_backend_buft_name(lib.ggml_backend_buffer_get_type(self.buffer)))
+
+    @property
+    def weight_kind(self) -> WeightKind | None:
+        """What products with it depend on; None if it is no weight but a view or a result."""
+        if self.ptr.op != lib.GGML_OP_NONE or self.ptr.buffer == ffi.NULL:
+            return None
+        return WeightKind(self.type, self.shape[:3], self.memory)
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.type.name}, {list(self.shape)})"

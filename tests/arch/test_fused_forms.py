@@ -53,3 +53,22 @@ def test_states_are_copied_right_behind_the_recurrence(
                 assert list(copy.src[1].ne) == [size, 1, n_states, 1]
                 assert list(copy.src[1].nb)[:2] == [4, row]
             builder.close()
+
+
+def test_states_of_several_slots_are_copied_right_behind_their_recurrences(tmp_path: Path) -> None:
+    with open_target(model_file("qwen35-tiny", "F32", tmp_path), n_slots=3) as target:
+        net = target.config.delta_net
+        assert net is not None
+        with target.recording(Capture(), "snapshots") as forwards:
+            keys = tuple(GraphKey(n_tokens=1, n_kv=256, slot=i, output="last") for i in range(3))
+            builder = forwards.builder(GraphKey.batch(keys))
+            found = nodes(builder)
+            recurrences = [i for i, node in enumerate(found) if op(node) == "GATED_DELTA_NET"]
+            assert len(recurrences) == 3 * sum(target.config.recurrent)
+            for i in recurrences:
+                copy = next(node for node in found[i + 1 :] if op(node) not in VIEWS)
+                assert op(copy) == "CPY"
+                assert copy.src[0].view_src == found[i]
+                assert copy.src[0].view_offs == 4 * net.value_dim
+                assert list(copy.src[1].ne) == [net.head_dim * net.value_dim, 1, 1, 1]
+            builder.close()

@@ -27,13 +27,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def note_forms(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """A set that collects the forms of the forwards to come."""
-    met, choose = set(), Forwards._form
+    met, choose = set(), Forwards.form
 
     def noted(self: Forwards, n_past: int, n_tokens: int, n_kv: int) -> str:
         met.add(choose(self, n_past, n_tokens, n_kv))
         return choose(self, n_past, n_tokens, n_kv)
 
-    monkeypatch.setattr(Forwards, "_form", noted)
+    monkeypatch.setattr(Forwards, "form", noted)
     return met
 
 
@@ -77,6 +77,23 @@ def test_a_full_context_takes_what_was_planned(
             fill(core, tokens(depth, seed=2), 0)
             some_steps(core, spec)
         assert met == {"dense", "masked", "gathered"}
+        held = ledger.by_label("CPU")
+        assert {label: n for label, n in held.items() if n > planned.get(label, 0)} == {}
+        assert ledger.peak("CPU") <= sum(planned.values())
+
+
+@pytest.mark.parametrize("flash_attn", ["off", "on"])
+def test_batches_take_what_was_planned_in_each_form(model: Path, flash_attn: Switch) -> None:
+    options = EngineOptions(
+        model=model, max_ctx=N_CTX, slots=3, spec="off", flash_attn=flash_attn, device="CPU", threads=1
+    )
+    with built(options) as (made, core, ledger):
+        planned, forwards = made.fit.devices[0].terms, core._forwards
+        for depths in (DEPTHS, (N_CTX - 60,) * 3):
+            for slot, depth in zip(core.slots, depths, strict=True):
+                fill(core, tokens(depth, seed=slot.id), slot.id)
+            for some in (core.slots, core.slots[:2], core.slots[1:], core.slots):
+                forwards.decode_batch(some, tokens(len(some), seed=3))
         held = ledger.by_label("CPU")
         assert {label: n for label, n in held.items() if n > planned.get(label, 0)} == {}
         assert ledger.peak("CPU") <= sum(planned.values())

@@ -32,7 +32,7 @@ from pyggml_dflash.arch.qwen4exp.indexer import (
 )
 from pyggml_dflash.arch.qwen4exp.ngram import NgramReader
 from pyggml_dflash.arch.qwen4exp.ple import commit_ple, ple_record, ple_specs, ple_state
-from pyggml_dflash.arch.qwen4exp.sparse import index_state, max_sparse_nodes
+from pyggml_dflash.arch.qwen4exp.sparse import index_state, max_part_nodes, max_sparse_nodes
 from pyggml_dflash.arch.qwen4exp.streams import mixer_specs
 from pyggml_dflash.arch.qwen4exp.trunk import NGRAM_ROWS, build_trunk, form_of, layer_specs
 from pyggml_dflash.ggml.element import ElementType
@@ -43,6 +43,7 @@ from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec
 
 NODES_PER_LAYER = 160
+NODES_PER_PART = 24  # what a row of a batch does alone in a layer that is not sparse
 
 
 def settings(config: ModelConfig) -> Qwen4ExpConfig:
@@ -121,14 +122,14 @@ class Qwen4ExpArchitecture:
             tensors.append(ple_state(c.ngram, c.n_embd, c.n_stream))
         return StateLayout(n_ctx=n_ctx, tensors=tuple(tensors))
 
-    def max_nodes(self, config: ModelConfig) -> int:
+    def max_nodes(self, config: ModelConfig, n_parts: int = 0) -> int:
         """An upper bound on the operations of one forward."""
         c = settings(config)
         assert c.moe is not None
         assert c.delta_net is not None
         more = 2 * c.moe.n_used + 5 * c.delta_net.n_taps + 8 * c.n_stream
-        sparse = max_sparse_nodes(c.indexer) * len(c.sparse_layers)
-        return (NODES_PER_LAYER + more) * c.n_layer + sparse + 256
+        sparse = (max_sparse_nodes(c.indexer) + n_parts * max_part_nodes(c.indexer)) * len(c.sparse_layers)
+        return (NODES_PER_LAYER + more + NODES_PER_PART * n_parts) * c.n_layer + sparse + 256
 
     def build(
         self, g: GraphBuilder, config: ModelConfig, weights: LoadedWeights, state: State, step: Step

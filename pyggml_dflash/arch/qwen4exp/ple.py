@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pyggml_dflash.arch.base import Commit, Record, State, StateTensor
-from pyggml_dflash.arch.blocks import norm
+from pyggml_dflash.arch.blocks import norm, read_slots, write_slots
 from pyggml_dflash.arch.qwen4exp.ngram import NgramConfig
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
@@ -65,6 +65,13 @@ def slot_history(g: GraphBuilder, config: NgramConfig, state: State, slot: int, 
     return g.view(x, (x.shape[0], config.n_history, n_slots), (column, size), slot * size)
 
 
+def histories(g: GraphBuilder, config: NgramConfig, state: State, slots: Tensor) -> Tensor:
+    """Copies [D * C, n_history, S] of the histories of the slots I32 [S]."""
+    x = state[f"blk.{config.layer}.ple_conv"]
+    n_channel, n = x.shape[0], config.n_history
+    return g.reshape(read_slots(g, x, n_channel * n, slots), n_channel, n, slots.shape[0])
+
+
 @dataclass(frozen=True, slots=True)
 class PleScan:
     """The module run over rows: what it adds, F32 [D, C, M], and its window [D * C, n_history + M / S, S].
@@ -80,6 +87,13 @@ class PleScan:
         """Overwrite the history with the newest columns."""
         n_new = self.window.shape[1] - history.shape[1]
         g.expand(g.copy(_columns(g, self.window, n_new, history.shape[1]), history))
+
+    def commit_slots(self, g: GraphBuilder, config: NgramConfig, state: State, slots: Tensor) -> None:
+        """Overwrite the histories of the slots with the newest columns of their windows."""
+        n_channel, n_columns, n_seq, _ = self.window.shape
+        n = config.n_history
+        newest = g.cont_2d(_columns(g, self.window, n_columns - n, n), n_channel * n, n_seq)
+        write_slots(g, state[f"blk.{config.layer}.ple_conv"], newest, slots)
 
     def record(self, g: GraphBuilder, config: NgramConfig, record: Record) -> None:
         """Keep the window of one sequence for `commit_ple`; the history stays as it was."""

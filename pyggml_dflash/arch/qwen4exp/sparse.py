@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pyggml_dflash.arch.base import GraphKey, State, StateTensor, Step
-from pyggml_dflash.arch.blocks import KVView, attend, norm, project_qkv, rope_params
+from pyggml_dflash.arch.blocks import KVView, apart, attend, norm, project_qkv, rope_params
 from pyggml_dflash.arch.qwen4exp.indexer import MAX_GATHERED, AttentionForm, IndexerConfig
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
@@ -34,6 +34,11 @@ def max_sparse_nodes(config: IndexerConfig) -> int:
     """An upper bound on the operations of one layer's attention, projections included."""
     parts = -(-MAX_GATHERED // PART_ROWS)
     return 96 + 4 * config.n_head + 3 * config.ratio.bit_length() + 16 * parts
+
+
+def max_part_nodes(config: IndexerConfig) -> int:
+    """The same for what a row of a batch does alone."""
+    return 80 + 4 * config.n_head + 3 * config.ratio.bit_length()
 
 
 def index_state(layer: int, config: IndexerConfig, n_ctx: int) -> tuple[StateTensor, StateTensor]:
@@ -170,11 +175,19 @@ class SparseLayer:
     w: BlockWeights
     cache: IndexedKV
 
-    def attention(self, g: GraphBuilder, x: Tensor, step: Step, index: IndexStep) -> Tensor:
+    def attention(
+        self,
+        g: GraphBuilder,
+        x: Tensor,
+        step: Step,
+        index: IndexStep | None,
+        parts: tuple[IndexStep, ...] = (),
+    ) -> Tensor:
         """Attention over the chosen groups and the tail, times sigmoid(gate): [head_dim * head, M].
 
         x [n_embd, M] feeds attention and indexer alike. The query projection holds, head by head, the
-        query rows and then the gate rows. Writes keys, values, raw and pooled keys.
+        query rows and then the gate rows. Writes keys, values, raw and pooled keys. `parts`: those of the
+        step's parts, which then choose each for itself; `index` is None where they are of several slots.
         """
         config, w, d, n_tokens = self.config, self.w, self.config.head_dim, x.shape[1]
         both, k, v = project_qkv(g, w, x, config, 2 * d)  # [2 * head_dim, head, M]
@@ -183,24 +196,48 @@ class SparseLayer:
         q = self._turned(g, q, "attn_q_norm", step.positions)
         k = self._turned(g, k, "attn_k_norm", step.positions)
         self.cache.kv.write(g, k, v, step.rows)
-        self.write_keys(g, x, step.key.slot, index)
-        if index.choice is None:
-            out = attend(g, q, self.cache.kv, step, config.attn_scale)
+        raw = w.linear(g, "indexer.k_proj", x)  # [index d, M]
+        if index is not None:
+            self._store_keys(g, raw, step.key.slot, index)
         else:
-            scores = self.scores(g, x, step, index.choice)
-            chosen = g.best_k(scores, self.indexer.n_chosen)  # [n_chosen, M]
-            step.show("index_scores", scores)
-            step.show("index_chosen", chosen)
-            if index.form == "masked":
-                out = self._attend_masked(g, q, step, scores, chosen, index.choice)
-            else:
-                out = self._attend_gathered(g, q, step, chosen, index.choice)
+            for i, part in enumerate(parts):
+                self._store_keys(g, g.only(raw, 1, i), step.parts[i].key.slot, part)
+        if not parts:
+            assert index is not None
+            wanted = None if index.choice is None else self._index_queries(g, x, step)
+            out = self._attend(g, q, wanted, step, index)
+        else:
+            any_choice = any(part.choice is not None for part in parts)
+            all_wanted = self._index_queries(g, x, step) if any_choice else None
+
+            def attend_alone(part: Step, i: int) -> Tensor:
+                wanted = None if all_wanted is None else g.only(all_wanted, 2, i)
+                return self._attend(g, g.only(q, 2, i), wanted, part, parts[i])
+
+            out = apart(g, step, attend_alone)
         gate = g.cont_2d(gate, d * config.n_head, n_tokens)
         return g.mul(out, g.sigmoid(gate))
 
+    def _attend(
+        self, g: GraphBuilder, q: Tensor, wanted: Tensor | None, step: Step, index: IndexStep
+    ) -> Tensor:
+        """Attention of q [head_dim, head, M] over what the indexer's queries [d, head, M] choose."""
+        choice = index.choice
+        if choice is None or wanted is None:
+            return attend(g, q, self.cache.kv, step, self.config.attn_scale)
+        scores = self._scores(g, wanted, step, choice)
+        chosen = g.best_k(scores, self.indexer.n_chosen)  # [n_chosen, M]
+        step.show("index_scores", scores)
+        step.show("index_chosen", chosen)
+        if index.form == "masked":
+            return self._attend_masked(g, q, step, scores, chosen, choice)
+        return self._attend_gathered(g, q, step, chosen, choice)
+
     def write_keys(self, g: GraphBuilder, x: Tensor, slot: int, index: IndexStep) -> None:
         """Store the raw keys of x [n_embd, M], and the pooled keys of the groups that they complete."""
-        raw = self.w.linear(g, "indexer.k_proj", x)  # [d, M]
+        self._store_keys(g, self.w.linear(g, "indexer.k_proj", x), slot, index)
+
+    def _store_keys(self, g: GraphBuilder, raw: Tensor, slot: int, index: IndexStep) -> None:
         known = self.cache.known_raw(g, slot, raw)
         self.cache.write_raw(g, raw, index.raw_rows)
 
@@ -216,9 +253,15 @@ class SparseLayer:
 
     def scores(self, g: GraphBuilder, x: Tensor, step: Step, choice: Choice) -> Tensor:
         """How much each row of x [n_embd, M] wants each group: F32 [n_pool, M], -inf if it cannot see it."""
+        return self._scores(g, self._index_queries(g, x, step), step, choice)
+
+    def _index_queries(self, g: GraphBuilder, x: Tensor, step: Step) -> Tensor:
+        q = self.w.linear(g, "indexer.q_proj", x)
+        q = g.reshape(q, self.indexer.head_dim, self.indexer.n_head, x.shape[1])
+        return self._turned(g, q, "indexer.q_norm", step.positions)
+
+    def _scores(self, g: GraphBuilder, q: Tensor, step: Step, choice: Choice) -> Tensor:
         d = self.indexer.head_dim
-        q = g.reshape(self.w.linear(g, "indexer.q_proj", x), d, self.indexer.n_head, x.shape[1])
-        q = self._turned(g, q, "indexer.q_norm", step.positions)
         keys = self.cache.pooled_keys(g, step.key.slot, choice.mask.shape[0])
         return g.add(g.lightning_indexer(q, keys, choice.mask, d**-0.5), choice.tie_break)
 
@@ -235,6 +278,7 @@ class SparseLayer:
         A row that sees fewer groups than it may choose also gets some that it does not see. They lie at
         or behind its tail, so the causal mask hides them.
         """
+        assert step.mask is not None
         n_pool, m = choice.mask.shape[0], choice.mask.shape[1]
         n, n_chosen = n_pool + 1, chosen.shape[0]  # a full cache has its tail behind the last group
         zeros = g.fill(g.view(scores, (1, n_chosen, m), (4, 4 * n_chosen), 0), 0.0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pyggml_dflash.arch.base import GraphKey, State, Step
-from pyggml_dflash.arch.blocks import embed, experts, head, last_row
+from pyggml_dflash.arch.blocks import apart, embed, experts, head, last_row
 from pyggml_dflash.arch.delta_net import delta_specs, gate_delta, run_delta
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
 from pyggml_dflash.arch.qwen4exp.indexer import AttentionForm
-from pyggml_dflash.arch.qwen4exp.ple import PleScan, ple, slot_history
+from pyggml_dflash.arch.qwen4exp.ngram import NgramConfig
+from pyggml_dflash.arch.qwen4exp.ple import PleScan, histories, ple, slot_history
 from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, IndexStep, SparseLayer
 from pyggml_dflash.arch.qwen4exp.streams import Mixed, feed_back, mix, mixer_specs, mixer_weights, spread
 from pyggml_dflash.arch.qwen35 import attention_specs, expert_specs, gated_attention
@@ -29,12 +30,12 @@ def build_trunk(
     x = embed(g, weights, step)
     step.show("h_embed", x)
     residual = spread(g, config, x)
-    index = index_step(g, config, step)
+    index, parts = index_step(g, config, step), index_parts(g, config, step)
     for i in range(config.n_layer):
         if config.ngram is not None and i == config.ngram.layer:
-            residual = _add_ngrams(g, config, weights, state, step, residual)
+            residual = _add_ngrams(g, config, config.ngram, weights, state, step, residual)
         mixed = mix(g, mixer_weights(weights, f"blk.{i}.hc_attn_"), config, residual)
-        y = _token_mixer(g, config, weights, i, mixed.x, state, step, index)
+        y = _token_mixer(g, config, weights, i, mixed.x, state, step, index, parts)
         if i == config.n_layer - 1 and not step.needs_all_rows:
             if step.key.output == "none":
                 return None  # the state is written; nothing reads the rest
@@ -91,18 +92,22 @@ def layer_end(
 def _add_ngrams(
     g: GraphBuilder,
     config: Qwen4ExpConfig,
+    ngram: NgramConfig,
     weights: LoadedWeights,
     state: State,
     step: Step,
     residual: Tensor,
 ) -> Tensor:
-    ngram, key = config.ngram, step.key
-    assert ngram is not None
-    flat = step.extra[NGRAM_ROWS]
-    rows = g.view(flat, (ngram.width, key.n_tokens), (4 * ngram.width,), 0)
-    history = slot_history(g, ngram, state, key.slot)
-    scan: PleScan = ple(g, weights.block(ngram.layer), ngram, rows, residual, history, config.norm_eps)
-    if key.update == "commit":
+    key, w = step.key, weights.block(ngram.layer)
+    rows = _ngram_rows(g, ngram, step)
+    if step.slots is not None:
+        history = histories(g, ngram, state, step.slots)
+    else:
+        history = slot_history(g, ngram, state, key.slot)
+    scan: PleScan = ple(g, w, ngram, rows, residual, history, config.norm_eps)
+    if step.slots is not None:
+        scan.commit_slots(g, ngram, state, step.slots)
+    elif key.update == "commit":
         scan.commit(g, history)
     else:
         assert step.record is not None
@@ -111,11 +116,28 @@ def _add_ngrams(
     return g.add(residual, scan.increment)
 
 
+def _ngram_rows(g: GraphBuilder, ngram: NgramConfig, step: Step) -> Tensor:
+    """Rows of the n-gram table, F32 [width, M]."""
+    if step.slots is not None:
+        return apart(g, step, lambda part, _: _ngram_rows(g, ngram, part))
+    flat, n_tokens = step.extra[NGRAM_ROWS], step.key.n_tokens
+    return g.view(flat, (ngram.width, n_tokens), (4 * ngram.width,), 0)
+
+
 def index_step(g: GraphBuilder, config: Qwen4ExpConfig, step: Step) -> IndexStep | None:
-    """The indexer's inputs; None where no layer is sparse."""
-    if not config.has_sparse_layers:
+    """The indexer's inputs; None where no layer is sparse, or rows are of several slots."""
+    if not config.has_sparse_layers or step.slots is not None:
         return None
     return IndexStep.of(g, step.extra, config.indexer, form_of(step.key), step.key)
+
+
+def index_parts(g: GraphBuilder, config: Qwen4ExpConfig, step: Step) -> tuple[IndexStep, ...]:
+    """The indexer's inputs of a step's parts; empty where no layer is sparse."""
+    if not config.has_sparse_layers:
+        return ()
+    return tuple(
+        IndexStep.of(g, part.extra, config.indexer, form_of(part.key), part.key) for part in step.parts
+    )
 
 
 def form_of(key: GraphKey) -> AttentionForm:
@@ -132,14 +154,14 @@ def attention(
     state: State,
     step: Step,
     index: IndexStep | None,
+    parts: tuple[IndexStep, ...] = (),
 ) -> Tensor:
     """Attention over everything or over what the layer chooses: [head_dim * head, M]."""
     if config.ratios[layer] == 0:
         return gated_attention(g, config, weights, layer, x, state, step)
-    assert index is not None
     cache = IndexedKV.of(state, layer, config)
     sparse = SparseLayer(config=config, indexer=config.indexer, w=weights.block(layer), cache=cache)
-    return sparse.attention(g, x, step, index)
+    return sparse.attention(g, x, step, index, parts)
 
 
 def _token_mixer(
@@ -151,11 +173,13 @@ def _token_mixer(
     state: State,
     step: Step,
     index: IndexStep | None,
+    parts: tuple[IndexStep, ...],
 ) -> Tensor:
     """A delta net or attention over x [D, M]: [D, M]."""
     w = weights.block(layer)
     if not config.recurrent[layer]:
-        return w.linear(g, "attn_output", attention(g, config, weights, layer, x, state, step, index))
-    scan = run_delta(g, config, w, layer, x, state, step)
+        return w.linear(g, "attn_output", attention(g, config, weights, layer, x, state, step, index, parts))
+    assert config.delta_net is not None
+    outputs = run_delta(g, config, w, layer, x, state, step)
     gate = g.sigmoid(w.linear(g, "attn_gate", x))
-    return w.linear(g, "ssm_out", gate_delta(g, w, scan, gate, config.norm_eps))
+    return w.linear(g, "ssm_out", gate_delta(g, w, outputs, config.delta_net, gate, config.norm_eps))

@@ -1,0 +1,98 @@
+"""What a forward is built from, and building it as a graph without memory. Layer 6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyggml_dflash.arch.base import Architecture, Capture, GraphKey, StateTensor, StateUpdate, Step, Tap
+from pyggml_dflash.engine.inputs import Inputs
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.placement import can_run
+from pyggml_dflash.ggml.tensor import Tensor, WeightKind
+from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.model.weights import LoadedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a forward is built from."""
+
+    architecture: Architecture
+    config: ModelConfig
+    weights: LoadedWeights
+    flash_attn: bool
+    plain_kv: range = range(0)  # cache rows over which decode and verify attend without flash attention
+    doubled: frozenset[WeightKind] = frozenset()  # weights that a lone row is multiplied with as two rows
+
+    def uses_flash(self, key: GraphKey) -> bool:
+        """Whether a forward of this key uses flash attention; the same for decode and verify."""
+        is_prompt = key.n_tokens > 1 and key.update == "commit"
+        return self.flash_attn and (is_prompt or key.n_kv not in self.plain_kv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What forwards record for a drafter, and how a verify forward can be taken back."""
+
+    capture: Capture
+    update: StateUpdate  # 'snapshots' or 'replay'
+    max_width: int  # rows of the widest verify forward
+
+
+def record_layout(model: Model, recording: Recording, max_rows: int) -> tuple[StateTensor, ...]:
+    """Tensors that forwards of up to `max_rows` rows record into."""
+    config, capture = model.config, recording.capture
+    found = list(model.architecture.record_tensors(config, recording.update, recording.max_width))
+    if capture.layers:
+        shape = (config.n_embd * len(capture.layers), max_rows)
+        found.append(StateTensor(name="features", type=ElementType.F32, shape=shape, grows=False))
+    if capture.hidden:
+        shape = (config.hidden_width, max_rows + 1)  # row 0 is the one before the forward
+        found.append(StateTensor(name="hidden", type=ElementType.F32, shape=shape, grows=False))
+    return tuple(found)
+
+
+def build_forward(
+    backend: Backend,
+    model: Model,
+    state: dict[str, Tensor],
+    inputs: Inputs,
+    key: GraphKey,
+    tap: Tap | None = None,
+    record: dict[str, Tensor] | None = None,
+    recording: Recording | None = None,
+) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+    """A forward as a graph without memory, and what to read from it: the logits, if the key asks."""
+    capture = recording.capture if recording is not None and key.capture else None
+    flash_attn = model.uses_flash(key)
+    return build_graph(
+        backend,
+        model,
+        state,
+        key,
+        lambda g: inputs.step(g, key, flash_attn, tap, record, capture),
+    )
+
+
+def build_graph(
+    backend: Backend,
+    model: Model,
+    state: dict[str, Tensor],
+    key: GraphKey,
+    step: Callable[[GraphBuilder], Step],
+) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+    """As `build_forward`, with inputs that `step` makes."""
+    max_nodes = model.architecture.max_nodes(model.config, len(key.parts)) + 64
+    max_nodes += max_nodes // 2 if model.doubled else 0
+    builder = GraphBuilder(max_nodes, lambda op: can_run(backend, op), model.doubled)
+    try:
+        logits = model.architecture.build(builder, model.config, model.weights, state, step(builder))
+        if logits is None:
+            return builder, ()
+        return builder, (builder.output(logits),)
+    except BaseException:
+        builder.close()
+        raise

@@ -1,0 +1,107 @@
+"""What the graphs of a whole context take, measured without memory. Layer 6.
+
+Of every kind of forward the largest is measured, in each form and where attention changes its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pyggml_dflash.arch.base import Commit, GraphKey
+from pyggml_dflash.engine.batching import MOST_ROWS
+from pyggml_dflash.engine.inputs import BUCKET, bucketed
+from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
+
+if TYPE_CHECKING:
+    from pyggml_dflash.engine.graphs import Forwards
+
+SHORT_TAIL: Final = 16  # rows of a prompt's last chunk below which kernels take other paths
+
+
+def forward_needs(forwards: Forwards, probe: MemoryProbe) -> int:
+    """Bytes of the largest graph of a context; `forwards` may be those of a dry ledger."""
+    return _Needs(forwards, probe).find()
+
+
+class _Needs:
+    """One look at the graphs of some forwards."""
+
+    def __init__(self, forwards: Forwards, probe: MemoryProbe) -> None:
+        self._forwards, self._probe = forwards, probe
+        self._n_ctx = forwards.n_ctx
+        self._captures = forwards.recording is not None
+        self._depths = self._where_largest()
+
+    def find(self) -> int:
+        """The largest of all."""
+        found = [self._largest(1, self._depths)]
+        if self._forwards.n_slots > 1:
+            found.append(self._probe.largest((key, self._builder(key)) for key in self._batches()))
+        if self._forwards.recording is not None:
+            found.append(self._speculation())
+        return max(*found, *(self._largest(n, (self._n_ctx,)) for n in self._chunks()))
+
+    def _largest(self, n_tokens: int, depths: Sequence[int]) -> int:
+        return self._probe.largest((key, self._builder(key)) for key in self._keys(n_tokens, depths, slot=0))
+
+    def _keys(self, n_tokens: int, depths: Sequence[int], *, slot: int) -> list[GraphKey]:
+        return [
+            GraphKey(n_tokens=n_tokens, n_kv=n, slot=slot, output="last", capture=self._captures, form=form)
+            for n, form in self._furthest(n_tokens, depths)
+        ]
+
+    def _batches(self) -> list[GraphKey]:
+        """Batches of most rows, all of them at such a depth; rows use the same memory in turns."""
+        n = min(self._forwards.n_slots, MOST_ROWS)
+        rows = (self._keys(1, self._depths, slot=slot) for slot in range(n))
+        return [GraphKey.batch(parts) for parts in zip(*rows, strict=True)]
+
+    def _builder(self, key: GraphKey | Commit) -> Build:
+        return partial(self._forwards.builder, key)
+
+    def _speculation(self) -> int:
+        forwards, probe = self._forwards, self._probe
+        recording = forwards.recording
+        assert recording is not None
+        width, update = recording.max_width, recording.update
+        verifies = [
+            GraphKey(n_tokens=width, n_kv=n, slot=0, output="all", update=update, capture=True, form=form)
+            for n, form in self._furthest(width, self._depths)
+        ]
+        graphs: list[GraphKey | Commit] = [*verifies]
+        commit = Commit(slot=0, update=update, width=width, n_keep=width)
+        if forwards.records_state(commit):
+            graphs.append(commit)
+        return probe.largest((key, self._builder(key)) for key in graphs)
+
+    def _chunks(self) -> set[int]:
+        """Rows of the chunks at the end of the context that may take most: a tail, the most in each form."""
+        form, n_ctx, chunk = self._forwards.form, self._n_ctx, self._forwards.chunk
+        most = last_of_each_run(lambda n: form(n_ctx - n, n, n_ctx), 1, chunk + 1)
+        return {min(chunk, SHORT_TAIL), *most}
+
+    def _furthest(self, n_tokens: int, depths: Sequence[int]) -> list[tuple[int, str]]:
+        """Cache rows and form of the furthest forwards of so many rows, up to each depth and in each form.
+
+        Of one form the furthest is the largest, but a form that ends early can be larger than the next.
+        """
+        form = self._forwards.form
+        found, start = [], 0
+        for depth in depths:
+            stop = depth - n_tokens + 1
+            for n_past in last_of_each_run(lambda n: self._form_behind(n, n_tokens), start, stop):
+                n_kv = bucketed(n_past + n_tokens)
+                found.append((n_kv, form(n_past, n_tokens, n_kv)))
+            start = stop
+        return found
+
+    def _form_behind(self, n_past: int, n_tokens: int) -> str:
+        return self._forwards.form(n_past, n_tokens, bucketed(n_past + n_tokens))
+
+    def _where_largest(self) -> tuple[int, ...]:
+        """Cache rows where decode graphs are largest: where attention without flash ends, and at the end."""
+        plain, n_ctx = self._forwards.model.plain_kv, self._n_ctx
+        last_plain = (plain.stop - 1) // BUCKET * BUCKET
+        return (last_plain, n_ctx) if plain and last_plain < n_ctx else (n_ctx,)

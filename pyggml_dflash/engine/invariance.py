@@ -1,0 +1,193 @@
+"""Whether a row comes out the same alone and among others, measured with the model's own weights. Layer 6.
+
+Only products with weights look at several rows at a time; all else that a forward does with a row is built
+as for that row alone. A device chooses its kernel for a product by the number of rows, and some kernels sum
+in another order than others. So every kind of product that decoding has is run with equal rows: they must
+agree with each other and with a lone row, bit by bit. Found on a CPU with AVX-512 (ggml 0.25.3):
+
+    Q8_0, Q4_0 and the like            any number of rows agrees
+    F32, F16, BF16, IQ4_NL             a lone row differs, two and more agree
+    K-quants, i-quants                 1 to 7 rows agree
+    repacked Q4_K and Q2_K             1 to 3 rows agree
+
+Where that takes little time, whole forwards are compared as well: devices may fuse products with what is
+around them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pyggml_dflash.engine.batching import MOST_ROWS, Batching
+from pyggml_dflash.engine.graphs import Forwards
+from pyggml_dflash.ggml.device import Backend
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.ggml.products import Product, ProductRunner
+from pyggml_dflash.state.slot import Slot
+
+LIMIT_S: Final = 1.0  # most for comparing whole forwards
+N_STEPS: Final = 3  # tokens of a compared text: later ones read what earlier ones left
+SINGLE: Final = Batching(mode="single", rows=1, exact=True, reason="there is one slot")
+
+
+def measure_batching(
+    forwards: Forwards,
+    slots: Sequence[Slot],
+    backend: Backend,
+    ledger: Ledger,
+    *,
+    allow_variance: bool = False,
+) -> Batching:
+    """How slots may decode together. They must be idle, and are reset.
+
+    `allow_variance`: together in any case, though a row may then be rounded otherwise than alone.
+    """
+    most = min(len(slots), MOST_ROWS)
+    if most == 1:
+        return SINGLE
+    if allow_variance:
+        reason = "rows may be rounded otherwise than alone, as asked for"
+        return Batching(mode="batched", rows=most, exact=False, reason=reason)
+    found = measure_products(backend, ledger, forwards.products(), most)
+    batching = choose(found, most)
+    if batching.rows == 1:
+        return batching
+    return _checked(forwards, slots, batching, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Over how many rows a product comes out the same."""
+
+    product: Product
+    rows: int  # the most
+    doubled: bool  # from two rows on only: a lone row differs
+    lone_s: float  # seconds for a lone row
+
+
+def measure_products(
+    backend: Backend, ledger: Ledger, wanted: Sequence[Product], most: int
+) -> list[Agreement]:
+    """How many rows of each product agree, looking at up to `most` of them."""
+    with closing(ProductRunner(backend, ledger, wanted, most)) as runner:
+        found: list[Agreement] = []
+        for product in wanted:
+            found.append(_agreement(runner, product, most))
+            most = max(2, min(most, found[-1].rows))  # what the others give beyond it is of no use
+        return found
+
+
+def _agreement(runner: ProductRunner, product: Product, most: int) -> Agreement:
+    started = time.perf_counter()
+    lone = _results(runner, product, 1)[0]
+    seconds = time.perf_counter() - started
+    reference, doubled, rows = lone, False, 1
+    for n in range(2, most + 1):
+        results = _results(runner, product, n)
+        if n == 2 and not product.n_used and results[0] != lone:
+            reference, doubled = results[0], True
+        if any(row != reference for row in results):
+            break
+        rows = n
+    return Agreement(product=product, rows=rows, doubled=doubled and rows > 1, lone_s=seconds)
+
+
+def _results(runner: ProductRunner, product: Product, n: int) -> list[bytes]:
+    """What equal rows among `n` give, in every place; where experts are chosen, by all rows or by one."""
+    k = product.n_used
+    if not k:
+        return _bits(runner.run(product, n))
+    apart = [i * k for i in range(n)]
+    return [
+        *_bits(runner.run(product, n, [0] * n)),
+        _bits(runner.run(product, n, apart))[0],
+        _bits(runner.run(product, n, apart[::-1]))[-1],
+    ]
+
+
+def _bits(rows: npt.NDArray[np.float32]) -> list[bytes]:
+    return [row.tobytes() for row in rows]
+
+
+def choose(found: Sequence[Agreement], most: int) -> Batching:
+    """How up to `most` rows may go together, by the product that allows fewest."""
+    tightest = min(found, key=lambda a: a.rows)
+    rows = min(most, tightest.rows)
+    doubled = frozenset(a.product.kind for a in found if a.doubled)
+    which = _named(tightest.product)
+    if rows == 1:
+        reason = f"products with {which} round otherwise in some places than in others"
+        return Batching(mode="sequential", rows=1, exact=True, reason=reason)
+    reasons = []
+    if rows < most:
+        reasons.append(f"products with {which} agree over up to {rows} rows")
+    if doubled:
+        types = sorted({kind.type.label for kind in doubled})
+        reasons.append(f"products of a lone row with {', '.join(types)} weights are made of two equal rows")
+    return Batching(
+        mode="padded" if doubled else "batched",
+        rows=rows,
+        exact=True,
+        reason="; ".join(reasons) or f"rows are the same alone and among {most}",
+        doubled=doubled,
+    )
+
+
+def _named(product: Product) -> str:
+    kind = product.kind
+    return f"{kind.type.label} weights of {kind.shape[0]} x {kind.shape[1]} ({kind.layout})"
+
+
+def _checked(
+    forwards: Forwards, slots: Sequence[Slot], batching: Batching, found: Sequence[Agreement]
+) -> Batching:
+    """The same, if whole forwards agree; as few rows as they do over, or one by one."""
+    lone_s = sum(a.lone_s * a.product.n_times for a in found)
+    if lone_s * N_STEPS * batching.rows * batching.rows / 2 > LIMIT_S:
+        return batching
+    before = forwards.batching
+    forwards.use(batching)
+    try:
+        rows = _agreeing_rows(forwards, slots[: batching.rows])
+    finally:
+        forwards.use(before)
+    if rows == batching.rows:
+        return batching
+    reason = f"whole forwards agree over up to {rows} rows"
+    if rows == 1:
+        return Batching(mode="sequential", rows=1, exact=True, reason=reason)
+    return replace(batching, rows=rows, reason=reason)
+
+
+def _agreeing_rows(forwards: Forwards, slots: Sequence[Slot]) -> int:
+    """The most slots over which a text gives the logits that it gives alone."""
+    n_vocab = forwards.model.config.n_vocab
+    tokens = [(7919 * i + 13) % n_vocab for i in range(N_STEPS)]
+    alone = _decoded(forwards, slots[:1], tokens)
+    for n in range(2, len(slots) + 1):
+        if _decoded(forwards, slots[:n], tokens) != [logits * n for logits in alone]:
+            return n - 1
+    return len(slots)
+
+
+def _decoded(forwards: Forwards, slots: Sequence[Slot], tokens: Sequence[int]) -> list[list[bytes]]:
+    """Logits by token and slot, where all slots have the same text."""
+    found = []
+    for slot in slots:
+        slot.reset()
+    try:
+        for token in tokens:
+            found.append(_bits(forwards.decode_batch(slots, [token] * len(slots))))
+            for slot in slots:
+                slot.commit(1)
+    finally:
+        for slot in slots:
+            slot.reset()
+    return found

@@ -1,0 +1,169 @@
+"""Batches between verify forwards: what a drafter reads, and sequences that take back rows of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyggml_dflash.arch.base import Capture, StateUpdate
+from pyggml_dflash.engine.graphs import Forwards
+from pyggml_dflash.engine.invariance import measure_batching
+from pyggml_dflash.ggml.arena import read_bytes
+from pyggml_dflash.state.slot import Slot
+from tests.drafts.drafted import Floats, Target, open_target
+from tests.reference.stored import model_file
+
+MODELS = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
+UPDATES: tuple[StateUpdate, ...] = ("snapshots", "replay")
+GARBAGE = (7, 200, 7, 7, 33, 2, 7)
+# Prompts of two sequences, and what both do in turns: rows that a verify forward has and keeps, or 0 and 0
+# for a token decoded together with the other. The first sequence enters its second bucket of cache rows.
+N_PROMPT = (247, 31)
+STEPS = (
+    ((8, 3), (4, 1)),
+    ((0, 0), (0, 0)),
+    ((2, 2), (7, 5)),
+    ((0, 0), (0, 0)),
+    ((0, 0), (0, 0)),
+    ((8, 8), (3, 1)),
+    ((0, 0), (0, 0)),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def target(request: pytest.FixtureRequest, folder: Path) -> Iterator[Target]:
+    with open_target(model_file(request.param, "F32", folder), n_slots=4) as target:
+        yield target
+
+
+@pytest.fixture(params=UPDATES)
+def forwards(target: Target, request: pytest.FixtureRequest) -> Iterator[Forwards]:
+    with recording(target, request.param) as forwards:
+        yield forwards
+
+
+@contextmanager
+def recording(target: Target, update: StateUpdate) -> Iterator[Forwards]:
+    """Forwards that decode as was measured, with all that the target has for drafters."""
+    layers = () if target.config.architecture == "qwen4exp" else (1, target.config.n_layer - 1)
+    capture = Capture(layers=layers, hidden=target.config.delta_net is not None)
+    with target.recording(capture, update) as forwards:
+        slots = target.slots.slots
+        forwards.use(measure_batching(forwards, slots, target.backend, target.ledger))
+        assert forwards.batching.rows == len(slots)
+        yield forwards
+
+
+def text(slot: int) -> list[int]:
+    found: list[int] = np.random.default_rng(slot).integers(0, 250, 320).tolist()
+    return found
+
+
+def start(forwards: Forwards, slot: Slot, tokens: Sequence[int]) -> None:
+    slot.reset()
+    for first in range(0, len(tokens), forwards.chunk):
+        part = tokens[first : first + forwards.chunk]
+        forwards.prefill(slot, part, "none")
+        slot.commit(len(part))
+
+
+def recurrent_bytes(target: Target, slot: Slot) -> bytes:
+    """A slot's recurrent state; a ring of keys is none, it is written ahead as cache rows are."""
+    return b"".join(
+        read_bytes(target.slots.tensors[t.name], slot.id * t.n_bytes, t.n_bytes)
+        for t in target.slots.layout.tensors
+        if not (t.grows or t.name.endswith("index_raw"))
+    )
+
+
+def verify(forwards: Forwards, slot: Slot, tokens: list[int], width: int, keep: int) -> Floats:
+    right = tokens[slot.n_past : slot.n_past + keep]
+    logits = forwards.verify(slot, [*right, *GARBAGE][:width]).copy()
+    forwards.commit(slot, width=width, n_keep=keep)
+    slot.commit(keep)
+    return logits[:keep]
+
+
+def run(forwards: Forwards, slots: Sequence[Slot], which: Sequence[int]) -> list[list[Floats]]:
+    """Logits of the sequences `which`, in these slots; those that decode do it together."""
+    found: list[list[Floats]] = [[] for _ in which]
+    for slot, i in zip(slots, which, strict=True):
+        start(forwards, slot, text(i)[: N_PROMPT[i]])
+    for step in STEPS:
+        for slot, i, rows in zip(slots, which, found, strict=True):
+            width, keep = step[i]
+            if width:
+                rows += [*verify(forwards, slot, text(i), width, keep)]
+        if not step[0][0]:
+            logits = forwards.decode_batch(
+                slots, [text(i)[s.n_past] for s, i in zip(slots, which, strict=True)]
+            )
+            for slot, row, rows in zip(slots, logits, found, strict=True):
+                rows.append(row.copy())
+                slot.commit(1)
+    return found
+
+
+@pytest.mark.parametrize("where", [(0, 1), (3, 1)])
+def test_sequences_that_take_rows_back_do_not_show_in_each_other(
+    target: Target, forwards: Forwards, where: tuple[int, int]
+) -> None:
+    slots = target.slots.slots
+    alone = [run(forwards, [slots[2]], [i])[0] for i in (0, 1)]
+    states = []
+    for i in (0, 1):
+        run(forwards, [slots[2]], [i])
+        states.append(recurrent_bytes(target, slots[2]))
+    some = [slots[i] for i in where]
+    together = run(forwards, some, [0, 1])
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [recurrent_bytes(target, slot) for slot in some] == states
+
+
+def test_every_slot_takes_rows_back_as_the_first_does(target: Target, forwards: Forwards) -> None:
+    results = []
+    for slot in target.slots.slots:
+        logits = run(forwards, [slot], [0])[0]
+        results.append((np.array(logits).tobytes(), recurrent_bytes(target, slot)))
+        slot.reset()
+    assert results == results[:1] * len(results)
+
+
+@pytest.mark.parametrize("captured", [0, 2])
+def test_a_batch_records_the_row_asked_for(target: Target, forwards: Forwards, captured: int) -> None:
+    slots = target.slots.slots[:3]
+    names = [name for name in ("features", "hidden") if name in forwards.record]
+
+    def prepare() -> None:
+        for slot in slots:
+            start(forwards, slot, text(slot.id)[:20])
+        forwards.recorded = 0
+        forwards.prefill(slots[0], text(9)[:5], "none", capture=True)  # rows that must not be touched
+        start(forwards, slots[0], text(0)[:20])
+        forwards.recorded = 3
+
+    def recorded() -> dict[str, bytes]:
+        return {name: read_bytes(forwards.record[name], 0, forwards.record[name].n_bytes) for name in names}
+
+    prepare()
+    before = recorded()
+    forwards.decode(slots[captured], 5 + captured, capture=True)
+    expected = recorded()
+    assert expected != before
+    prepare()
+    forwards.decode_batch(slots, [5, 6, 7])
+    assert recorded() == before
+    prepare()
+    forwards.decode_batch(slots, [5, 6, 7], capture=captured)
+    assert recorded() == expected
+    forwards.recorded = 0

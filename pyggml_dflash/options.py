@@ -145,6 +145,7 @@ class EngineOptions:
     min_ctx: int | None = None  # the least that 'auto' may choose; None: 4096, or 256 for short models
     slots: int = 1  # sequences at a time
     queue_limit: int | None = None  # most requests that wait for a slot; more are refused; None: any number
+    allow_batch_variance: bool = False  # decode slots together even where a row is then rounded otherwise
     chunk: int | Auto = "auto"  # prompt rows per prefill forward
     device: str | None = None  # as `dflash devices` lists them; None: the first GPU, else the CPU
     device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
@@ -177,6 +178,7 @@ class EngineOptions:
         check_choice("cache_type_v", self.cache_type_v, KV_TYPES)
         check_choice("flash_attn", self.flash_attn, get_args(Switch))
         check_choice("repack", self.repack, get_args(Switch))
+        check_flag("allow_batch_variance", self.allow_batch_variance)
         check_flag("nfc", self.nfc)
         self._check_speculation()
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):

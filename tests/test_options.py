@@ -70,6 +70,7 @@ def test_defaults_are_accepted_and_greedy() -> None:
         (EngineOptions, "spec", ["auto", "off", "dflash", "mtp"], ["on", True, None]),
         (EngineOptions, "spec_width", ["auto", 2, 16], [1, 17, "4", None]),
         (EngineOptions, "nfc", [True, False], [1, "no", None]),
+        (EngineOptions, "allow_batch_variance", [True, False], [1, "no", None]),
         (EngineOptions, "draft", [None, Path("x")], ["x", b"x"]),
         (EngineOptions, "draft_causal", ["auto", "none", "swa", "all"], [None, False, "SWA", "full"]),
         (SamplingOptions, "temperature", [0, 0.0, 1e-30, 100], [-0.1, 100.1, None]),

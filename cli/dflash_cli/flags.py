@@ -121,6 +121,11 @@ _ENGINE: Final = (
         help="Most requests that wait for a slot; more are refused.  [default: any number]",
     ),
     click.option(
+        "--allow-batch-variance",
+        is_flag=True,
+        help="Decode slots together even where that changes how their numbers are rounded.",
+    ),
+    click.option(
         "--chunk",
         type=ChunkSize(),
         default="auto",
@@ -266,6 +271,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         min_ctx: int | None,
         slots: int,
         queue_limit: int | None,
+        allow_batch_variance: bool,
         chunk: int | Auto,
         device: str | None,
         device_cap: tuple[tuple[str, int], ...],
@@ -291,6 +297,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             min_ctx=min_ctx,
             slots=slots,
             queue_limit=queue_limit,
+            allow_batch_variance=allow_batch_variance,
             chunk=chunk,
             device=device,
             device_cap=_by_name("--device-cap", device_cap),

@@ -140,4 +140,6 @@ def _flag(name: str, value: object) -> list[str]:
         sizes = {device: f"{n}B" if n % 2**20 else f"{n // 2**20}" for device, n in value.items()}
         return [word for device, size in sizes.items() for word in ("--device-cap", f"{device}={size}")]
     flag = f"--{name.replace('_', '-')}" if name != "trim_interval" else "--prefill-pool-trim-tokens"
-    return [f"--no-{name}"] if value is False else [flag, str(value)]
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{name}"]
+    return [flag, str(value)]

@@ -225,6 +225,7 @@ class Forwards:
             if part.capture:
                 self._fill_log(self._ones[slot.id], 1)
             self._feed(self._ones[slot.id], slot, (token,), part)
+            slot.torn = True
         return graph.run()[0]
 
     def verify(self, slot: Slot, tokens: Sequence[int]) -> Logits:

@@ -21,6 +21,7 @@ from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafter_loader import DraftInfo
 from pyggml_dflash.engine.fit import Planner, find_fit
 from pyggml_dflash.engine.fit_report import FitReport, make_report
+from pyggml_dflash.engine.invariance import measure_batching
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
 from pyggml_dflash.engine.sampling import Sampler
@@ -67,6 +68,9 @@ class EngineInfo:
     spec: str  # 'off', or the drafter: 'dflash', 'mtp'
     spec_reason: str | None  # why there is no drafter
     max_width: int  # most rows of a verify forward; 1 without a drafter
+    decode_mode: str  # how slots decode: 'single', 'batched', 'padded' or 'sequential'
+    decode_rows: int  # most slots that decode in one forward
+    decode_reason: str
     rollback: str | None  # how rejected drafts are taken back: 'snapshots' or 'replay'
     draft: DraftInfo | None  # a draft with a file of its own
 
@@ -132,6 +136,15 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
         blueprint = draw(options, model, stack, ledger)
         built = build(blueprint, ledger, stack, report)
         drafter, forwards = built.parts.drafter, built.parts.forwards
+        forwards.use(
+            measure_batching(
+                forwards,
+                built.parts.slots.slots,
+                blueprint.backend,
+                ledger,
+                allow_variance=options.allow_batch_variance,
+            )
+        )
         control = None
         if drafter is not None:
             control = learn_costs(forwards, drafter, built.parts.slots.slots[0], options)
@@ -296,7 +309,7 @@ def _smaller(planner: Planner, n_ctx: int) -> ContextChoice | None:
 def _info(built: Built, template: ChatTemplate) -> EngineInfo:
     blueprint = built.blueprint
     options, file, config, fit = blueprint.options, blueprint.file, blueprint.config, built.fit
-    choice, recording = blueprint.choice, blueprint.recording
+    choice, recording, batching = blueprint.choice, blueprint.recording, built.parts.forwards.batching
     return EngineInfo(
         model=file.path,
         name=file.get_str("general.name", file.path.stem),
@@ -320,6 +333,9 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         spec="off" if choice.plan is None else choice.plan.kind,
         spec_reason=choice.reason,
         max_width=1 if recording is None else recording.max_width,
+        decode_mode=batching.mode,
+        decode_rows=batching.rows,
+        decode_reason=batching.reason,
         rollback=None if recording is None else recording.update,
         draft=None if choice.plan is None else choice.plan.info,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Literal
 
@@ -224,6 +224,7 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         mtp_convention="per-stream",
         trim_interval=64,
         nfc=False,
+        allow_batch_variance=True,
     )
     found: list[EngineOptions] = []
 
@@ -431,8 +432,31 @@ def test_slots_share_the_memory_of_prompt_chunks(folder: Path) -> None:
             held.append(ledger.by_label("CPU"))
             planned = sum(made.fit.devices[0].terms.values())
             assert ledger.peak("CPU") <= planned
+            n_ctx = core.n_ctx
     assert held[0]["graphs"] == held[1]["graphs"]
-    assert held[0]["inputs"] == held[1]["inputs"]
+    assert held[1]["inputs"] - held[0]["inputs"] < 4 * (2 * n_ctx + 1024)  # a row's mask for each
+
+
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_batches_take_what_was_planned(folder: Path, spec: Spec) -> None:
+    """All slots at the end of the context, then each set of them, as often as sets change."""
+    case = Case("qwen35", 1.0, 4, spec, "f16")
+    with built(replace(case.options(folder, None), chunk=64, flash_attn="off")) as (made, core, ledger):
+        terms, forwards = made.fit.devices[0].terms, core._forwards
+        for slot in core.slots:
+            fill(core, tokens(core.n_ctx - 40, seed=slot.id), slot.id)
+        for n in (4, 3, 2, 4):
+            for some in combinations(core.slots, n):
+                forwards.decode_batch(some, tokens(n, seed=n), capture=0 if spec == "mtp" else None)
+                for slot in some:
+                    slot.commit(1)
+                held = ledger.by_label("CPU")
+                assert held["graphs"] <= terms["graphs"]
+        n_built = forwards.built.n
+        forwards.decode_batch(core.slots, tokens(4, seed=4), capture=0 if spec == "mtp" else None)
+        assert forwards.built.n == n_built
+        assert {label: n for label, n in held.items() if n > terms.get(label, 0)} == {}
+        assert ledger.peak("CPU") <= sum(terms.values())
 
 
 def test_graphs_that_are_kept_stay_within_their_memory(folder: Path) -> None:

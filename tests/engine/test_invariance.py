@@ -72,7 +72,8 @@ def test_the_probe_leaves_no_trace(tmp_path: Path) -> None:
         measure_batching(parts.forwards, parts.slots.slots, parts.backend, parts.ledger)
         assert {name: read(tensor).tobytes() for name, tensor in parts.state.items()} == state
         assert [(slot.n_past, slot.recent) for slot in parts.slots.slots] == [(0, ())] * 4
-        assert parts.ledger.by_label("CPU") == held
+        now = parts.ledger.by_label("CPU")
+        assert {label: n for label, n in now.items() if label != "graphs"} == held  # these stay for later
 
 
 def test_one_slot_needs_no_probe_and_variance_may_be_allowed(tmp_path: Path) -> None:

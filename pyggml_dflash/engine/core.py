@@ -21,7 +21,7 @@ import numpy as np
 
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.acceptance import Chosen
-from pyggml_dflash.engine.decode import Take, decode_one, decode_run, run_alone
+from pyggml_dflash.engine.decode import Take, decode_one, decode_rows, decode_run, run_alone
 from pyggml_dflash.engine.drafting import Backlog, Drafter
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
@@ -190,17 +190,33 @@ class EngineCore:
             try:
                 return run_alone(self._forwards, seat, take, pause)
             except Exception as error:
+                self._count(error, seat)
                 if not self._may_repeat(seat, error):
                     seat.phase = "done"
                     raise
 
     def _decode(self, seats: Sequence[Seat]) -> dict[int, Sequence[Chosen] | Exception]:
         """The next tokens of every sequence: of one alone as many as drafts give it, else one each."""
+        if len(seats) > 1 and self._forwards.batching.rows > 1:
+            return self._decode_together(seats)
         step = decode_run if len(seats) == 1 else decode_one
         return {
             seat.slot.id: self._attempt(seat, partial(step, self._forwards, self._backlog, seat))
             for seat in seats
         }
+
+    def _decode_together(self, seats: Sequence[Seat]) -> dict[int, Sequence[Chosen] | Exception]:
+        """One token each, of as few forwards as rows may share; where that fails, each alone."""
+        try:
+            rows = decode_rows(self._forwards, self._backlog, seats)
+        except Exception as error:
+            self._count(error, *seats)
+            alone = partial(partial, decode_one, self._forwards, self._backlog)
+            return {
+                seat.slot.id: self._attempt(seat, alone(seat)) if self._may_repeat(seat, error) else error
+                for seat in seats
+            }
+        return {seat.slot.id: _chosen(seat, row) for seat, row in zip(seats, rows, strict=True)}
 
     def _read(self, seat: Seat) -> Granule:
         """One granule of a prompt, committed."""
@@ -227,14 +243,19 @@ class EngineCore:
             try:
                 return work()
             except Exception as error:
+                self._count(error, seat)
                 if not self._may_repeat(seat, error):
                     return error
 
-    def _may_repeat(self, seat: Seat, error: Exception) -> bool:
-        """Take note of a step that failed: True if it may be tried once more, without drafts."""
+    def _count(self, error: Exception, *seats: Seat) -> None:
+        """Take note of a step that failed."""
         self._n_failures += 1
+        places = ", ".join(f"slot {seat.slot.id} at position {seat.slot.n_past}" for seat in seats)
+        LOG.warning("a step of %s failed: %s", places, error)
+
+    def _may_repeat(self, seat: Seat, error: Exception) -> bool:
+        """Whether a step that failed may be tried once more, without drafts."""
         slot = seat.slot
-        LOG.warning("a step of slot %d failed at position %d: %s", slot.id, slot.n_past, error)
         if seat.drafts:
             seat.plain_reason = f"drafting was put aside: {error}"
             self._let_go(seat)
@@ -351,3 +372,11 @@ class EngineCore:
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise RuntimeError("the engine's core belongs to another thread")
+
+
+def _chosen(seat: Seat, logits: Logits) -> Sequence[Chosen] | Exception:
+    """The next token of one sequence, or why it has none."""
+    try:
+        return [seat.choose(logits)]
+    except Exception as error:
+        return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pyggml_dflash.engine.acceptance import Chosen
 from pyggml_dflash.engine.drafting import Backlog
@@ -29,6 +29,25 @@ def decode_one(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> list[
         log.add((token,), slot.n_past)
     slot.commit(1)
     return [seat.choose(logits.copy())]  # the next slot's graph may take the memory of this one's
+
+
+def decode_rows(forwards: Forwards, backlog: Backlog | None, seats: Sequence[Seat]) -> Logits:
+    """A token of each of several sequences, committed: logits F32 [n, n_vocab], valid until the next step.
+
+    The one that the drafter follows is recorded for it.
+    """
+    followed = next((i for i, seat in enumerate(seats) if seat.drafts), None)
+    log = None if followed is None else backlog
+    if log is not None:
+        log.make_room(1)
+    logits = forwards.decode_batch(
+        [seat.slot for seat in seats], [seat.anchor for seat in seats], capture=followed
+    )
+    if log is not None and followed is not None:
+        log.add((seats[followed].anchor,), seats[followed].slot.n_past)
+    for seat in seats:
+        seat.slot.commit(1)
+    return logits
 
 
 def run_alone(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool:

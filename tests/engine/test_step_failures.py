@@ -34,15 +34,21 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forwards, name)
 
-    def _check(self, kind: str, slot: Slot) -> None:
-        if self.fails(kind, slot):
+    def _check(self, kind: str, *slots: Slot) -> None:
+        failing = [slot for slot in slots if self.fails(kind, slot)]
+        if failing:
             self.n_failures += 1
-            slot.torn = self._tears
+            for slot in slots:
+                slot.torn = self._tears
             raise BackendError(f"a {kind} fails on purpose")
 
     def decode(self, slot: Slot, token: int, **more: Any) -> Logits:
         self._check("decode", slot)
         return self._forwards.decode(slot, token, **more)
+
+    def decode_batch(self, slots: Sequence[Slot], tokens: Sequence[int], **more: Any) -> Logits:
+        self._check("decode", *slots)
+        return self._forwards.decode_batch(slots, tokens, **more)
 
     def prefill(self, slot: Slot, tokens: Sequence[int], output: OutputKind, **more: Any) -> Logits | None:
         self._check("prefill", slot)
@@ -144,6 +150,7 @@ def test_one_that_always_fails_takes_nobody_with_it(loaded: Loaded, kind: str, p
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_a_forward_that_may_have_changed_the_state_is_not_tried_again(loaded: Loaded, kind: str) -> None:
+    """It ends those that were in it: a prompt alone, and every answer that decodes at the time."""
     alone = [answered(loaded, request).tokens for request in requests()]
     forwards, n = failing(loaded, tears=True), 0
 
@@ -155,9 +162,11 @@ def test_a_forward_that_may_have_changed_the_state_is_not_tried_again(loaded: Lo
     forwards.fails = fails
     readers = [Reader(request) for request in requests()]
     served(loaded, readers)
-    with pytest.raises(BackendError, match="on purpose"):
-        readers[1].result()
-    assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
+    for i in (1,) if kind == "prefill" else (0, 1, 2):
+        with pytest.raises(BackendError, match="on purpose"):
+            readers[i].result()
+    if kind == "prefill":
+        assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
     assert forwards.n_failures == 1
     assert answered(loaded, requests()[1]).tokens == alone[1]
 

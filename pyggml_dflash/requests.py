@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
+from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import (
     Auto,
     SamplingOptions,
@@ -20,7 +22,67 @@ from pyggml_dflash.options import (
 SWITCHED_OFF: Final = "speculation is switched off"
 NOTHING_TO_DRAFT_WITH: Final = "no draft was given and the file has no MTP block"
 
+MAX_CONSTRAINT_CHARS: Final = 1 << 18  # longer ones take seconds to compile
+
 FinishReason = Literal["stop", "length", "cancelled"]
+ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What an answer must be: text that a schema or a grammar describes from its beginning to its end.
+
+    A regular expression is that of the whole answer. A grammar is Lark with a rule `start`, or GBNF with
+    `root`.
+    """
+
+    kind: ConstraintKind
+    text: str = ""  # the schema, the expression or the grammar; nothing for 'json_object'
+
+    def __post_init__(self) -> None:
+        check_choice("constraint kind", self.kind, get_args(ConstraintKind))
+        if not isinstance(self.text, str):
+            raise refusal(self.kind, self.text, "it must be text")
+        if self.kind == "json_object":
+            if self.text:
+                raise refusal("json_object", self.text, "it has no text of its own; use json_schema")
+            return
+        if not self.text.strip(" \t\r\n") and self.kind != "regex":
+            raise refusal(self.kind, self.text, "it must not be empty")
+        if len(self.text) > MAX_CONSTRAINT_CHARS:
+            n = len(self.text)
+            raise UsageError(f"{self.kind} has {n} characters; at most {MAX_CONSTRAINT_CHARS} are compiled")
+        if any("\ud800" <= char <= "\udfff" for char in self.text):
+            raise refusal(self.kind, self.text, "it has a lone surrogate, which is no character")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> Constraint:
+        """JSON that a schema describes."""
+        try:
+            return cls(kind="json_schema", text=json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise refusal("json_schema", schema, f"it cannot be written as JSON: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningBlock:
+    """Where an answer may reason: between two tags, at its beginning.
+
+    A constraint holds behind the block. `budget`: tokens of reasoning after which the block is closed; -1 for
+    any number.
+    """
+
+    opens: str
+    closes: str
+    is_open: bool  # the prompt has opened it; else the model may
+    budget: int = -1
+
+    def __post_init__(self) -> None:
+        for name, tag in (("opens", self.opens), ("closes", self.closes)):
+            if not isinstance(tag, str) or not tag or tag != tag.strip():
+                raise refusal(name, tag, "it must be a tag such as <think>, with no space around it")
+        check_flag("is_open", self.is_open)
+        check_int("reasoning_budget", self.budget, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +98,8 @@ class GenerationRequest:
     spec: Spec | None = None  # what drafts tokens, as the engine can; None: as it was opened
     spec_width: int | Auto | None = None  # rows of a verify forward; None: as the engine was opened
     continues_text: bool = True  # the answer goes on where the prompt's text stops; False: a turn of its own
+    constraint: Constraint | None = None  # what the answer must be, behind its reasoning
+    reasoning_block: ReasoningBlock | None = None  # the one that the answer begins with or may begin with
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, tuple):
@@ -59,6 +123,12 @@ class GenerationRequest:
             check_choice("spec", self.spec, get_args(Spec))
         if self.spec_width is not None:
             check_spec_width(self.spec_width)
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise refusal("constraint", self.constraint, "it must be a Constraint")
+        if self.constraint is not None and self.ignore_eos:
+            raise refusal("ignore_eos", True, "an answer with a constraint ends where the constraint does")
+        if self.reasoning_block is not None and not isinstance(self.reasoning_block, ReasoningBlock):
+            raise refusal("reasoning_block", self.reasoning_block, "it must be a ReasoningBlock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +159,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens that were not computed again
+    reasoning_tokens: int = 0  # of the completion, those in its reasoning block; tags are not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

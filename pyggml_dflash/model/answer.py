@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+from pyggml_dflash.requests import ReasoningBlock
+
+# What opens and closes a reasoning block; a template that knows such blocks names one of these pairs.
+REASONING_TAGS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+CALL_TAGS: Final = ("<tool_call>", "</tool_call>")
+# Part of an answer's text, though some vocabularies say that they are control tokens.
+MARKS: Final = frozenset(tag for tags in (*REASONING_TAGS, CALL_TAGS) for tag in tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,16 @@ class AnswerForm:
 
     reasoning: tuple[str, str] | None = None  # what opens and closes a reasoning block; None: it has none
     bare_calls: bool = False  # a call is JSON without an envelope, and all of the answer
+    xml_calls: bool = False  # inside of its envelope a call is XML, not JSON
+    arguments_key: str = "arguments"  # what a call that is JSON names its arguments
 
     def is_open(self, prompt: str) -> bool:
         """True if the answer to `prompt` begins inside a reasoning block."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
+
+    def block(self, prompt: str, budget: int = -1) -> ReasoningBlock | None:
+        """The reasoning block that the answer to `prompt` may have; None if the prompt has closed it."""
+        if self.reasoning is None or prompt.rstrip().endswith(self.reasoning[1]):
+            return None
+        opens, closes = self.reasoning
+        return ReasoningBlock(opens=opens, closes=closes, is_open=self.is_open(prompt), budget=budget)

@@ -19,17 +19,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pyggml_dflash.model.answer import CALL_TAGS
 from pyggml_dflash.model.growing_text import GrowingText, Steps
 from pyggml_dflash.model.tools import Tool, json_text, read_json
 
-CALL_OPEN: Final = "<tool_call>"
-CALL_CLOSE: Final = "</tool_call>"
+CALL_OPEN, CALL_CLOSE = CALL_TAGS
 FUNCTION_OPEN: Final = "<function="
 FUNCTION_CLOSE: Final = "</function>"
 PARAMETER_OPEN: Final = "<parameter="
 PARAMETER_CLOSE: Final = "</parameter>"
 
-_NAME: Final = re.compile(r"[^<>\n]{0,256}")
+XML_NAME: Final = re.compile(r"[^<>\n]{0,256}")
 _IN_VALUE: Final = re.compile(f"{PARAMETER_CLOSE}|{FUNCTION_CLOSE}|{PARAMETER_OPEN}")
 _OUTSIDE_STRINGS: Final = re.compile(r"[^\s\w.,:+-]")  # brackets, quotes, and what JSON has no use for
 _INSIDE_STRINGS: Final = re.compile(r'["\\\x00-\x1f]')
@@ -161,7 +161,7 @@ class CallParser:
     def _name(self, at: int) -> Steps[str | None]:
         """What stands between `at` and the next '>'; None if that is no name."""
         source = self._source
-        end = yield from source.match_end(_NAME, at)
+        end = yield from source.match_end(XML_NAME, at)
         return source.text[at:end] if end > at and source.text.startswith(">", end) else None
 
 

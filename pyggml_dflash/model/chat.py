@@ -22,8 +22,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pyggml_dflash.errors import DamagedFileError, DflashError, UnsupportedModelError, UsageError
-from pyggml_dflash.model.answer import AnswerForm
-from pyggml_dflash.model.call_parser import CALL_OPEN
+from pyggml_dflash.model.answer import REASONING_TAGS, AnswerForm
+from pyggml_dflash.model.call_parser import CALL_OPEN, FUNCTION_OPEN
 from pyggml_dflash.model.messages import Message, Turn, read_messages
 from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS, Tokenizer
 
@@ -33,8 +33,6 @@ TEMPLATE_KEY: Final = "tokenizer.chat_template"
 WAY_OUT: Final = "--raw continues a text without one"
 MAX_TRACED_TURNS: Final = 256  # finding the refused message renders every beginning of the conversation
 _SWITCHES: Final = ("enable_thinking", "thinking")  # what templates call the reasoning switch
-# What opens and closes a reasoning block; a template that knows such blocks names one of these pairs.
-_REASONING_TAGS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 _GIVEN: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 CHATML: Final = """\
@@ -183,8 +181,13 @@ class ChatTemplate:
 
 
 def _form(source: str) -> AnswerForm:
-    tags = next((tags for tags in _REASONING_TAGS if tags[1] in source), None)
-    return AnswerForm(reasoning=tags, bare_calls=bool(source) and CALL_OPEN not in source)
+    bare = bool(source) and CALL_OPEN not in source
+    return AnswerForm(
+        reasoning=next((tags for tags in REASONING_TAGS if tags[1] in source), None),
+        bare_calls=bare,
+        xml_calls=not bare and FUNCTION_OPEN in source,
+        arguments_key="parameters" if bare and '"parameters"' in source else "arguments",
+    )
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

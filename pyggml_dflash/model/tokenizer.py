@@ -9,9 +9,11 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 from pyggml_dflash.errors import UsageError
+from pyggml_dflash.model.answer import MARKS
 from pyggml_dflash.model.bpe import SPACE_MARK, build
 from pyggml_dflash.model.vocab import BYTE_TEXT, TokenType, Vocab, read_vocab
 
@@ -50,6 +52,8 @@ class Tokenizer:
         self._byte_level = vocab.kind == "bpe"
         self._space_prefix = vocab.add_space_prefix
         self._texts, self._types, self._ids = vocab.texts, vocab.types, vocab.ids
+        hidden = vocab.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
+        self._hidden = frozenset(i for i in hidden if vocab.texts[i] not in MARKS)
         self._bytes: list[bytes | None] = [None] * self.n_vocab  # filled when asked for
         self._unspellable = _unspellable(vocab)
         self._parsing, self._literal = build(vocab, nfc=nfc)
@@ -105,13 +109,43 @@ class Tokenizer:
         return self._texts[token] if token in self.unused_ids else data.decode("utf-8", errors="replace")
 
     def is_special(self, token: int) -> bool:
-        """True for control tokens and the unknown token, which `decode` leaves out."""
+        """True for control tokens and the unknown token, which `decode` leaves out.
+
+        The tags of reasoning and of calls are none, whatever the file says: an answer is read by them.
+        """
         self._check_id(token)
-        return self._types[token] in (TokenType.CONTROL, TokenType.UNKNOWN)
+        return token in self._hidden
 
     def find(self, text: str) -> int | None:
         """The id of the token that the vocabulary writes as `text`, if there is one."""
         return self._ids.get(text)
+
+    def spell(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Ids whose bytes are exactly those of `text`, also where `encode` would put a space in front.
+
+        UsageError: `text` cannot be written with the tokens of this model.
+        """
+        data = text.encode()
+        for head in ("", "\n"):  # behind a line break there is a space in front of that, and none of the text
+            ids = self.encode(head + text, add_special=False, parse_special=parse_special)
+            n_bytes = sum(len(self.token_bytes(token)) for token in ids)
+            while ids and n_bytes > len(data):
+                n_bytes -= len(self.token_bytes(ids.pop(0)))
+            if b"".join(map(self.token_bytes, ids)) == data:
+                return ids
+        if not self._singles.keys() >= set(data):
+            raise UsageError(f"{text!r} cannot be written with the tokens of this model")
+        return [self._singles[byte] for byte in data]
+
+    @cached_property
+    def _singles(self) -> dict[int, int]:
+        """Byte -> a token that is this byte."""
+        found = ((self.token_bytes(i), i) for i in range(self.n_vocab))
+        return {data[0]: i for data, i in found if len(data) == 1}
+
+    def answer_bytes(self, token: int) -> bytes:
+        """What a token adds to the text of an answer: nothing if it is special."""
+        return self._visible(token, True)
 
     def _visible(self, token: int, skip_special: bool) -> bytes:
         return b"" if skip_special and self.is_special(token) else self.token_bytes(token)

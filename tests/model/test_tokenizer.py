@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyggml_dflash.errors import DamagedFileError, ModelFileError, UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.pretokenize import PRE_TOKENIZERS
-from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS, Tokenizer
+from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS, TextDecoder, Tokenizer
 from tests.model.vocabularies import DATA, byte_letters, byte_level, metadata_of, sentencepiece
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
@@ -128,6 +128,30 @@ def test_user_defined_tokens_are_always_parsed_and_always_shown(qwen35: Tokenize
     for parse_special in (True, False):
         assert qwen35.encode("<think>", add_special=False, parse_special=parse_special) == [think]
     assert qwen35.decode([think]) == "<think>"
+
+
+@pytest.mark.parametrize(
+    "tag", ["<think>", "</think>", "[/THINK]", "<seed:think>", "<tool_call>", "</tool_call>"]
+)
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+def test_tags_that_answers_are_read_by_are_shown_whatever_the_file_says_of_them(tag: str, kind: int) -> None:
+    tokenizer = Tokenizer.from_metadata(byte_level(added=[(tag, kind), ("<|other|>", CONTROL)]))
+    assert tokenizer.encode(tag) == [256]
+    assert not tokenizer.is_special(256)
+    assert tokenizer.decode([97, 256, 257, 98]) == f"a{tag}b"
+    decoder = TextDecoder(tokenizer)
+    assert "".join(decoder.push(token) for token in (97, 256, 257, 98)) == f"a{tag}b"
+
+
+def test_a_spelling_has_the_bytes_of_the_text_and_no_space_in_front() -> None:
+    pieces = ["\u2581", "\u2581a", "a", "b", "\u2581b"]
+    for tokenizer in (
+        Tokenizer.from_metadata(sentencepiece(pieces)),
+        Tokenizer.from_metadata(byte_level([("a", "b")])),
+    ):
+        for text in ("ab", " ab", "</x>", "\n\n", "\u00e9"):
+            ids = tokenizer.spell(text)
+            assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 
 def test_control_tokens_are_left_out_of_text_unless_asked_for(qwen35: Tokenizer) -> None:

@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     )
     from pyggml_dflash.options import EngineOptions, SamplingOptions
     from pyggml_dflash.requests import (
+        Constraint,
         EngineStats,
         GenerationRequest,
         GenerationResult,
         Progress,
+        ReasoningBlock,
         RequestCounts,
         RequestState,
         SlotInfo,
@@ -86,10 +88,12 @@ _MODULES = {
     ),
     "options": ("EngineOptions", "SamplingOptions"),
     "requests": (
+        "Constraint",
         "EngineStats",
         "GenerationRequest",
         "GenerationResult",
         "Progress",
+        "ReasoningBlock",
         "RequestCounts",
         "RequestState",
         "SlotInfo",
@@ -105,6 +109,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "BackendError",
     "Cancelled",
+    "Constraint",
     "ContextFitError",
     "ContextOverflowError",
     "ConvertedDraft",
@@ -123,6 +128,7 @@ __all__ = [
     "ModelFileError",
     "Progress",
     "QueueFullError",
+    "ReasoningBlock",
     "RequestCounts",
     "RequestState",
     "SamplingOptions",

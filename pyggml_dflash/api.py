@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pyggml_dflash.engine.constraint import JSON_SPACE
 from pyggml_dflash.engine.convert import ConvertedDraft, convert_draft
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
@@ -44,7 +45,8 @@ from pyggml_dflash.model.answer import (
     ToolCall,
 )
 from pyggml_dflash.model.answer_parser import AnswerParser
-from pyggml_dflash.model.tools import read_tools
+from pyggml_dflash.model.tool_grammar import tool_grammar
+from pyggml_dflash.model.tools import Tool, read_tools
 from pyggml_dflash.options import (
     TRIM_VARIABLE,
     Auto,
@@ -63,10 +65,12 @@ from pyggml_dflash.options import (
 from pyggml_dflash.plan.chunk import DeviceShare
 from pyggml_dflash.plan.context import Probe
 from pyggml_dflash.requests import (
+    Constraint,
     EngineStats,
     GenerationRequest,
     GenerationResult,
     ProgressCallback,
+    ReasoningBlock,
     RequestState,
     TextPiece,
     TokenLogprob,
@@ -322,15 +326,26 @@ class Engine:
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
         ignore_eos: bool = False,
+        constraint: Constraint | None = None,
+        reasoning_block: ReasoningBlock | None = None,
         progress: ProgressCallback | None = None,
     ) -> TextStream:
         """Continue a text or token ids, piece by piece.
 
-        `spec` and `spec_width` change how tokens are drafted, within what the engine was opened with. Raises
+        `spec` and `spec_width` change how tokens are drafted, within what the engine was opened with.
+        `constraint` holds from the first token on, or behind the `reasoning_block`. Raises
         `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
         """
         request = self._request(
-            prompt, max_tokens, sampling, stop, logprobs, (spec, spec_width), ignore_eos=ignore_eos
+            prompt,
+            max_tokens,
+            sampling,
+            stop,
+            logprobs,
+            (spec, spec_width),
+            ignore_eos=ignore_eos,
+            constraint=constraint,
+            reasoning_block=reasoning_block,
         )
         return TextStream(self._thread.submit(request, progress), self)
 
@@ -345,6 +360,8 @@ class Engine:
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
         ignore_eos: bool = False,
+        constraint: Constraint | None = None,
+        reasoning_block: ReasoningBlock | None = None,
         progress: ProgressCallback | None = None,
     ) -> GenerationResult:
         """Continue a text or token ids and return the whole answer."""
@@ -357,6 +374,8 @@ class Engine:
             spec=spec,
             spec_width=spec_width,
             ignore_eos=ignore_eos,
+            constraint=constraint,
+            reasoning_block=reasoning_block,
             progress=progress,
         ) as stream:
             return stream.result
@@ -373,6 +392,8 @@ class Engine:
         spec_width: int | Auto | None = None,
         ignore_eos: bool = False,
         continues_text: bool = True,
+        constraint: Constraint | None = None,
+        reasoning_block: ReasoningBlock | None = None,
         progress: ProgressCallback | None = None,
     ) -> AsyncTextStream:
         """Queue a prompt and return its answer's stream; the event loop stays free.
@@ -380,7 +401,13 @@ class Engine:
         `continues_text` False: the answer is a turn of its own, as after a rendered chat. `progress` is
         called on the engine's thread. Raises `ContextOverflowError` as `stream` does.
         """
-        prepare = partial(self._request, ignore_eos=ignore_eos, continues_text=continues_text)
+        prepare = partial(
+            self._request,
+            ignore_eos=ignore_eos,
+            continues_text=continues_text,
+            constraint=constraint,
+            reasoning_block=reasoning_block,
+        )
         drafting = spec, spec_width
         request = await asyncio.to_thread(prepare, prompt, max_tokens, sampling, stop, logprobs, drafting)
         handle = self._thread.submit(request, progress, loop=asyncio.get_running_loop())
@@ -397,6 +424,8 @@ class Engine:
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
         ignore_eos: bool = False,
+        constraint: Constraint | None = None,
+        reasoning_block: ReasoningBlock | None = None,
     ) -> AsyncIterator[TextPiece]:
         """`stream` for asyncio: the event loop stays free; leaving the loop early cancels."""
         stream = await self.submit(
@@ -408,6 +437,8 @@ class Engine:
             spec=spec,
             spec_width=spec_width,
             ignore_eos=ignore_eos,
+            constraint=constraint,
+            reasoning_block=reasoning_block,
         )
         try:
             async for piece in stream:
@@ -421,10 +452,19 @@ class Engine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning: bool | None = None,
+        reasoning_budget: int = -1,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt that the model's chat template makes of `messages`."""
+        """The prompt that the model's chat template makes of `messages`.
+
+        A `reasoning_budget` of 0 switches reasoning off where the template can.
+        """
         template = self._loaded.template
+        check_int("reasoning_budget", reasoning_budget, -1)
+        if reasoning_budget == 0:
+            if reasoning:
+                raise UsageError("reasoning is True, but reasoning_budget is 0")
+            reasoning = False if template.reasoning_supported else reasoning
         return template.render(
             messages, tools=tools, reasoning=reasoning, add_generation_prompt=add_generation_prompt
         )
@@ -436,6 +476,44 @@ class Engine:
         """
         form = self._loaded.template.form
         return AnswerParser(form, read_tools(tools), is_open=form.is_open(prompt))
+
+    def reasoning_block(self, prompt: str, budget: int = -1) -> ReasoningBlock | None:
+        """The reasoning that the answer to a rendered `prompt` begins with or may; None if it has none.
+
+        `budget`: tokens after which it is closed; -1 for any number.
+        """
+        check_int("reasoning_budget", budget, -1)
+        return self._loaded.template.form.block(prompt, budget)
+
+    def tool_constraint(
+        self, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
+    ) -> Constraint:
+        """What makes an answer one call of a tool or, if they may be `parallel`, several; of `name` just one.
+
+        UsageError: no such tool, or one whose schema no answer can be held to.
+        """
+        form, read = self._loaded.template.form, read_tools(tools)
+
+        def made(of: Sequence[Tool], name: str | None) -> Constraint:
+            grammar = tool_grammar(form, of, name=name, parallel=parallel, space=JSON_SPACE)
+            return Constraint(kind="grammar", text=grammar)
+
+        constraint = made(read, name)
+        try:
+            self.check_constraint(constraint)
+        except UsageError:
+            for tool in read if name is None else ():  # which of them?
+                try:
+                    self.check_constraint(made([tool], None))
+                except UsageError as error:
+                    raise UsageError(f"tool {tool.name!r}: {error}") from error
+            raise
+        return constraint
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Raise the `UsageError` that says why no answer can be held to it; requests need not do it again."""
+        self._thread.check_open()
+        self._loaded.constraints.matcher(constraint)
 
     def stream_chat(
         self,
@@ -449,16 +527,28 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        constraint: Constraint | None = None,
+        reasoning_budget: int = -1,
         progress: ProgressCallback | None = None,
     ) -> TextStream:
         """Answer a conversation, piece by piece.
 
-        The rendered prompt is tokenized as it is: a BOS stands where the template writes one.
+        The rendered prompt is tokenized as it is: a BOS stands where the template writes one. `constraint`
+        holds behind the reasoning, which ends after `reasoning_budget` tokens; -1 for any number.
         """
-        prompt = self.render_chat(messages, tools=tools, reasoning=reasoning)
-        tokens = self.tokenize(prompt, add_special=False)
+        prompt = self.render_chat(
+            messages, tools=tools, reasoning=reasoning, reasoning_budget=reasoning_budget
+        )
         request = self._request(
-            tokens, max_tokens, sampling, stop, logprobs, (spec, spec_width), continues_text=False
+            self.tokenize(prompt, add_special=False),
+            max_tokens,
+            sampling,
+            stop,
+            logprobs,
+            (spec, spec_width),
+            continues_text=False,
+            constraint=constraint,
+            reasoning_block=self.reasoning_block(prompt, reasoning_budget),
         )
         return TextStream(self._thread.submit(request, progress), self)
 
@@ -474,6 +564,8 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        constraint: Constraint | None = None,
+        reasoning_budget: int = -1,
     ) -> GenerationResult:
         """Answer a conversation of `{"role": ..., "content": ...}` messages."""
         with self.stream_chat(
@@ -486,6 +578,8 @@ class Engine:
             logprobs=logprobs,
             spec=spec,
             spec_width=spec_width,
+            constraint=constraint,
+            reasoning_budget=reasoning_budget,
         ) as stream:
             return stream.result
 
@@ -569,6 +663,8 @@ class Engine:
         *,
         ignore_eos: bool = False,
         continues_text: bool = True,
+        constraint: Constraint | None = None,
+        reasoning_block: ReasoningBlock | None = None,
     ) -> GenerationRequest:
         if isinstance(stop, str) or not isinstance(stop, Sequence):
             raise refusal("stop", stop, "it must be a sequence of strings")
@@ -583,6 +679,8 @@ class Engine:
             spec_width=drafting[1],
             ignore_eos=ignore_eos,
             continues_text=continues_text,
+            constraint=constraint,
+            reasoning_block=reasoning_block,
         )
         self._loaded.check(request)
         return request

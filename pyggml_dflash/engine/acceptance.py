@@ -42,7 +42,7 @@ def match(
         token = sampler.pick(row)
         run.append(Chosen(token, row, sampler.lead(row, token)))
         sampler.accept(token)
-        if i == len(drafts) or token != drafts[i] or token in ends:
+        if i == len(drafts) or token != drafts[i] or token in ends or sampler.finished_at is not None:
             break
     return run
 
@@ -54,6 +54,7 @@ def reject(rows: Logits, proposal: Proposal, sampler: Sampler, ends: Set[int] = 
     as those of plain decoding, which other drafts and other widths lead to by other numbers.
     """
     assert proposal.distributions is not None
+    assert not sampler.depends_on_answer, "drafts were drawn before the tokens that they follow were accepted"
     run: list[Chosen] = []
     for row, draft, q in zip(rows, proposal.tokens, proposal.distributions, strict=False):
         p = sampler.probabilities(row)

@@ -13,9 +13,10 @@ from typing import Protocol
 from pyggml_dflash.engine.graphs import Logits
 from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.engine.output import OutputAssembler
-from pyggml_dflash.engine.sampling import Sampler, logprobs_of
+from pyggml_dflash.engine.sampling import logprobs_of
 from pyggml_dflash.engine.seat import Seat
 from pyggml_dflash.engine.step import Admission, Granule, Outcome
+from pyggml_dflash.model.reasoning import count_reasoning
 from pyggml_dflash.model.tokenizer import TextDecoder
 from pyggml_dflash.requests import (
     SWITCHED_OFF,
@@ -53,12 +54,10 @@ class Generation:
     def __init__(self, loaded: Loaded, request: GenerationRequest, caller: Caller) -> None:
         self._request, self._caller = request, caller
         self._stop_ids = frozenset() if request.ignore_eos else loaded.tokenizer.stop_ids
-        self._sampler = Sampler(
-            request.sampling, request.tokens, n_vocab=loaded.info.n_vocab, forbidden=loaded.forbidden_ids
-        )
-        self._output = OutputAssembler(
-            TextDecoder(loaded.tokenizer, continuation=request.continues_text), request.stop
-        )
+        self._tokenizer, self._sampler = loaded.tokenizer, loaded.sampler(request)
+        # a constraint says which spaces there are
+        continues = request.continues_text or request.constraint is not None
+        self._output = OutputAssembler(TextDecoder(loaded.tokenizer, continuation=continues), request.stop)
         room = loaded.info.n_ctx - len(request.tokens) + 1
         self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
         self._drafts, self._width = loaded.drafts(request), loaded.width(request)
@@ -120,7 +119,7 @@ class Generation:
         piece = self._output.push(token, logprob)
         if piece is not None:
             self._caller.emit(piece)
-        if self._output.stopped is not None:
+        if self._output.stopped is not None or len(self._tokens) == self._sampler.finished_at:
             self._reason = "stop"
             return True
         if len(self._tokens) >= self._limit:
@@ -172,6 +171,9 @@ class Generation:
                 prompt_tokens=len(self._request.tokens),
                 completion_tokens=len(self._tokens),
                 cached_tokens=0 if seat is None else seat.n_cached,
+                reasoning_tokens=count_reasoning(
+                    self._tokenizer, self._request.reasoning_block, self._tokens
+                ),
             ),
             timings=timings,
             seed=self._sampler.seed if repeatable else None,

@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.engine.assembly import Assembly, Blueprint, assemble, draw, open_model
+from pyggml_dflash.engine.constraint import Constraints
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafter_loader import DraftInfo
 from pyggml_dflash.engine.fit import Planner, find_fit
 from pyggml_dflash.engine.fit_report import FitReport, make_report
+from pyggml_dflash.engine.guide import AnswerGuide
 from pyggml_dflash.engine.invariance import measure_batching
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
@@ -85,6 +87,7 @@ class Loaded:
     info: EngineInfo
     fit: FitReport
     forbidden_ids: npt.NDArray[np.int64] | None  # vocabulary rows without a token
+    constraints: Constraints
     spec_width: int | Auto
 
     def check(self, request: GenerationRequest) -> None:
@@ -98,6 +101,22 @@ class Loaded:
             raise UsageError(f"spec_width is {width}; this engine verifies at most {info.max_width} rows")
         if request.sampling.logit_bias:  # a sampler refuses biases of tokens that are not there
             Sampler(request.sampling, (), n_vocab=info.n_vocab, forbidden=self.forbidden_ids)
+        if request.constraint is not None:
+            self.constraints.matcher(request.constraint)
+
+    def sampler(self, request: GenerationRequest) -> Sampler:
+        """What chooses the tokens of one answer."""
+        block, guide = request.reasoning_block, None
+        matcher = None if request.constraint is None else self.constraints.matcher(request.constraint)
+        if matcher is not None or (block is not None and block.budget >= 0):
+            guide = AnswerGuide(self.tokenizer, block, matcher)
+        return Sampler(
+            request.sampling,
+            request.tokens,
+            n_vocab=self.info.n_vocab,
+            forbidden=self.forbidden_ids,
+            guide=guide,
+        )
 
     def drafts(self, request: GenerationRequest) -> bool:
         """True if tokens may be drafted."""
@@ -166,6 +185,7 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
             info=info,
             fit=built.fit,
             forbidden_ids=np.array(unused, np.int64) if unused else None,
+            constraints=Constraints(tokenizer),
             spec_width=options.spec_width,
         )
 

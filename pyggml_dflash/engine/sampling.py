@@ -3,7 +3,8 @@
 Layer 6; knows logits and options, no model and no device. The order is fixed:
 
     1. repetition penalty, frequency and presence penalties, finite biases; then biases of
-       plus or minus infinity, which replace the logit, and ids that are never emitted
+       plus or minus infinity, which replace the logit, and ids that are never emitted; last,
+       only what constraint and reasoning budget allow remains
     2. temperature: softmax of logits / temperature
     3. top-k   the k best logits; the lowest ids win among equals
     4. top-p   the fewest best tokens whose share of what top-k left reaches p
@@ -25,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from pyggml_dflash.engine.guide import AnswerGuide
 from pyggml_dflash.errors import BackendError, UsageError
 from pyggml_dflash.options import SamplingOptions
 from pyggml_dflash.requests import TokenLogprob
@@ -64,14 +66,17 @@ class Sampler:
         *,
         n_vocab: int,
         forbidden: npt.NDArray[np.integer[Any]] | None = None,
+        guide: AnswerGuide | None = None,
     ) -> None:
         """`forbidden`: ids that are never emitted, such as rows of the vocabulary without a token.
+
+        `guide`: what allows tokens; it belongs to the sampler, which tells it what came.
 
         Raises `UsageError` for a biased, prompt or forbidden id that is not in the vocabulary, for
         a bias on a forbidden id, and when forbidden ids and biases leave no token.
         """
         self._options = options
-        self._n_vocab = n_vocab
+        self._n_vocab, self._guide = n_vocab, guide
         self._forbidden = _checked_ids("forbidden id", () if forbidden is None else forbidden, n_vocab)
         prompt_ids = _checked_ids("prompt token", prompt, n_vocab)
         self._split_biases()
@@ -81,7 +86,8 @@ class Sampler:
 
         self._is_argmax = options.greedy and not options.changes_logits
         self._forbidden_set = frozenset(self._forbidden.tolist())
-        self.needs_logits = not options.greedy or options.changes_logits or len(self._forbidden) > 0
+        changes = options.changes_logits or len(self._forbidden) > 0 or guide is not None
+        self.needs_logits = not options.greedy or changes
         self.seed: int | None = None
         if not options.greedy:
             self.seed = secrets.randbits(FRESH_SEED_BITS) if options.seed is None else options.seed
@@ -90,10 +96,11 @@ class Sampler:
 
     def pick(self, logits: Logits) -> int:
         """The next token for `logits`, float32 [n_vocab]. Raises `BackendError` if no choice can be made."""
-        if self._is_argmax:  # only ids that are never emitted stand between the logits and the choice
+        if self._is_argmax:  # only ids that must not come stand between the logits and the choice
             _check_logits(logits, self._n_vocab)
             token = int(np.argmax(logits))
-            if token not in self._forbidden_set and logits[token] > -math.inf:
+            is_emitted = token not in self._forbidden_set and logits[token] > -math.inf
+            if is_emitted and (self._guide is None or self._guide.allows(token)):
                 return token
         x = self._adjusted(logits)
         if self._options.greedy:
@@ -107,12 +114,13 @@ class Sampler:
     def lead(self, logits: Logits, token: int) -> float:
         """How far `token`, which `pick` took and `accept` has not seen, is above the next best.
 
-        inf when tokens are drawn. Where nothing but ids that are never emitted changes the logits, one of
-        these may be the next best.
+        inf when tokens are drawn. Where `token` has the best of all logits and none of them is changed, the
+        next best may be one that must not come.
         """
         if not self.greedy:
             return math.inf
-        x = logits if self._is_argmax else self._adjusted(logits)
+        is_best = self._is_argmax and (self._guide is None or logits[token] >= logits.max())
+        x = logits if is_best else self._adjusted(logits)
         best, rest = float(x[token]), (x[:token], x[token + 1 :])
         second = max((float(part.max()) for part in rest if len(part)), default=-math.inf)
         return 0.0 if second == best else best - second
@@ -123,6 +131,13 @@ class Sampler:
             raise BackendError(f"token {token} is not in the vocabulary of {self._n_vocab}")
         if self._seen is not None:
             self._seen.add(token)
+        if self._guide is not None:
+            self._guide.accept(token)
+
+    @property
+    def finished_at(self) -> int | None:
+        """How many accepted tokens are all that a constraint describes; None while there may be more."""
+        return None if self._guide is None else self._guide.finished_at
 
     def probabilities(self, logits: Logits) -> Floats:
         """What `pick` draws from: a fresh float64 [n_vocab] that sums to 1, one-hot when greedy."""
@@ -153,7 +168,7 @@ class Sampler:
     @property
     def depends_on_answer(self) -> bool:
         """True if the distribution of a token changes with the tokens accepted before it."""
-        return self._seen is not None
+        return self._seen is not None or self._guide is not None
 
     def draw(self, q: Floats) -> int:
         """An index drawn with the weights `q`, float64; moves the random stream by one number."""
@@ -194,7 +209,12 @@ class Sampler:
             x[self._biased] += self._bias
         x[self._replaced] = self._replacement
         x[self._forbidden] = -math.inf
-        _check_any_left(float(x.max()))
+        best = float(x.max())
+        _check_any_left(best)
+        if self._guide is not None:
+            self._guide.restrict(x)
+            if x.max() == -math.inf:
+                raise UsageError("logit_bias forbids every token that the constraint or the budget leaves")
         return x
 
     def _weigh(self, x: Logits) -> tuple[Ids | None, Floats]:

@@ -230,7 +230,8 @@ class Speculation:
         counters.draft_s += t4 - t3
         counters.verify_s += t2 - t1
         counters.rollback_s += t3 - t2
-        ended = run[-1].token in self._ends  # what was drafted behind it was not looked at
+        ended = run[-1].token in self._ends or self._sampler.finished_at is not None
+        # what was drafted behind the end was not looked at
         n_judged = n_keep - 1 if ended else len(proposal.tokens)
         counters.add(len(rows), n_judged, n_keep - 1)
         new, late_s = self._forwards.built.n > built, t0 - start

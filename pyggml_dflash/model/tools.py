@@ -35,12 +35,16 @@ class Tool:
         properties = self.schema.get("properties")
         return properties if isinstance(properties, Mapping) else {}
 
+    def types(self, name: str) -> Types:
+        """The JSON types that a parameter may have."""
+        return _types(self.parameters.get(name), self.schema)
+
     def argument(self, name: str, text: str) -> str | None:
         """The JSON of a value written as bare `text`; None if its type does not allow that text.
 
         Text that could be a string or something else is something else: 5 is the number.
         """
-        types = _types(self.parameters.get(name), self.schema)
+        types = self.types(name)
         bare = text.strip()
         word = _PYTHON_WORDS.get(bare, bare)
         value = None if types == {"string"} else read_json(word)

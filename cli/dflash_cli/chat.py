@@ -19,6 +19,7 @@ from dflash_cli.chat_spec import ChatDrafting
 from dflash_cli.conversation import Conversation, load_conversation
 from dflash_cli.flags import AnswerOptions, answer_options, engine_options, sampling_options
 from dflash_cli.ui import ProgressBars, drafting_lines, open_stdout, say, timings_line
+from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import DflashError, EngineClosed, UsageError
 from pyggml_dflash.options import EngineOptions, SamplingOptions
 from pyggml_dflash.requests import GenerationResult
@@ -53,7 +54,7 @@ def chat(answer: AnswerOptions, sampling: SamplingOptions, engine: EngineOptions
     open_stdout()
     with ProgressBars(quiet=quiet) as bars, ExitStack() as engines:
         opened = engines.enter_context(open_engine(engine, bars, quiet=quiet))
-        opened.render_chat([{"role": "user", "content": "-"}], reasoning=answer.reasoning)  # refuses at once
+        check(opened, answer)
         if not quiet:
             info = opened.info
             name = info.name if info.spec == "off" else f"{info.name} with {info.spec}"
@@ -65,6 +66,17 @@ def chat(answer: AnswerOptions, sampling: SamplingOptions, engine: EngineOptions
         for line in read_lines():
             if not session.handle(line):
                 break
+
+
+def check(engine: Engine, answer: AnswerOptions) -> None:
+    """Refuse at once what every message would be refused for."""
+    engine.render_chat(
+        [{"role": "user", "content": "-"}],
+        reasoning=answer.reasoning,
+        reasoning_budget=answer.reasoning_budget,
+    )
+    if answer.constraint is not None:
+        engine.check_constraint(answer.constraint)
 
 
 def read_lines() -> Iterator[str]:
@@ -153,6 +165,8 @@ class Session:
             stop=answer.stop,
             spec=self._drafting.spec,
             spec_width=self._drafting.width,
+            constraint=answer.constraint,
+            reasoning_budget=answer.reasoning_budget,
             progress=self._bars,
         )
         self._last = consume(stream, self._bars, last=PRESSES_TO_LEAVE)

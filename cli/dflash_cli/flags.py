@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, get_args
 
 import click
 
+from dflash_cli.constraint_flags import constraint_options
 from dflash_cli.params import (
     ChunkSize,
     ContextLength,
@@ -41,8 +42,9 @@ from pyggml_dflash.options import (
     SamplingOptions,
     Spec,
     Switch,
+    check_int,
 )
-from pyggml_dflash.requests import GenerationRequest
+from pyggml_dflash.requests import Constraint, GenerationRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 Flag = Callable[[F], F]
@@ -58,10 +60,14 @@ class AnswerOptions:
     reasoning: bool | None  # None: the template's default
     stop: tuple[str, ...]
     max_tokens: int | None  # None: up to the end of the context
+    constraint: Constraint | None  # what it must be, behind its reasoning
+    reasoning_budget: int  # most tokens of reasoning; -1: any number
 
     def check(self, *, logprobs: int | None = None) -> None:
         """Raise `UsageError` for what a request with these would be refused for."""
         GenerationRequest(tokens=(0,), max_tokens=self.max_tokens, stop=self.stop, logprobs=logprobs)
+        if self.reasoning and self.reasoning_budget == 0:
+            raise UsageError("--reasoning contradicts --reasoning-budget 0; give one")
 
 
 def apply(flags: Sequence[Flag[Any]], command: F) -> F:
@@ -355,7 +361,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def answer_options(command: Callable[..., None]) -> Callable[..., None]:
-    """System message, reasoning, stop strings and length; the command receives them as `answer`."""
+    """System message, reasoning, stop strings, length and constraint, as `answer`."""
 
     @functools.wraps(command)
     def with_answer(
@@ -364,12 +370,22 @@ def answer_options(command: Callable[..., None]) -> Callable[..., None]:
         reasoning: bool | None,
         stop: tuple[str, ...],
         max_tokens: int | None,
+        constraint: Constraint | None,
+        reasoning_budget: int,
         **rest: Any,
     ) -> None:
-        answer = AnswerOptions(system=system, reasoning=reasoning, stop=stop, max_tokens=max_tokens)
+        check_int("reasoning_budget", reasoning_budget, -1)
+        answer = AnswerOptions(
+            system=system,
+            reasoning=reasoning,
+            stop=stop,
+            max_tokens=max_tokens,
+            constraint=constraint,
+            reasoning_budget=reasoning_budget,
+        )
         command(answer=answer, **rest)
 
-    return apply(_ANSWER, with_answer)
+    return apply(_ANSWER, constraint_options(with_answer))
 
 
 def _by_name(flag: str, pairs: tuple[tuple[str, int], ...]) -> dict[str, int]:

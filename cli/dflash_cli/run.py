@@ -79,8 +79,13 @@ def choose_prompt(source: PromptSource, engine: EngineOptions) -> Prompt:
 def check_flags(answer: AnswerOptions, *, raw: bool, as_json: bool, logprobs: int | None) -> None:
     """Refuse values, and flags that would have no effect together, before a model is loaded."""
     answer.check(logprobs=logprobs)
-    if raw and (answer.system is not None or answer.reasoning is not None):
-        flag = "--system" if answer.system is not None else "--reasoning"
+    templated = {
+        "--system": answer.system is not None,
+        "--reasoning": answer.reasoning is not None,
+        "--reasoning-budget": answer.reasoning_budget != -1,
+    }
+    flag = next((flag for flag, is_given in templated.items() if is_given), None)
+    if raw and flag is not None:
         raise UsageError(f"{flag} works through the chat template, which --raw leaves out")
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json to be shown")
@@ -103,6 +108,7 @@ def start(
             sampling=sampling,
             stop=answer.stop,
             logprobs=logprobs,
+            constraint=answer.constraint,
             progress=bars,
         )
     system = [] if answer.system is None else [{"role": "system", "content": answer.system}]
@@ -113,6 +119,8 @@ def start(
         sampling=sampling,
         stop=answer.stop,
         logprobs=logprobs,
+        constraint=answer.constraint,
+        reasoning_budget=answer.reasoning_budget,
         progress=bars,
     )
 

@@ -92,7 +92,8 @@ def test_json_has_the_answer_and_how_it_came_about(fox_text: str) -> None:
     assert done.out.count("\n") == 1
     assert found["text"] + "\n" == fox_text
     assert (found["finish_reason"], found["stop"], found["seed"]) == ("length", None, None)
-    assert found["usage"] == {"prompt_tokens": 21, "completion_tokens": 6, "cached_tokens": 0}
+    counts = {"prompt_tokens": 21, "completion_tokens": 6, "cached_tokens": 0, "reasoning_tokens": 0}
+    assert found["usage"] == counts
     assert found["timings"].keys() == {"queue_s", "prefill_s", "decode_s"}
     assert (found["model"], found["device"], found["n_ctx"]) == ("pico", "CPU", 8192)
     assert found["chunk"] >= 1

@@ -143,6 +143,19 @@ def test_callers_side_by_side_get_their_own_constraints(plain: Engine) -> None:
         assert all(pool.map(asked, range(24)))
 
 
+def test_slots_answer_side_by_side_what_each_answers_alone(plain: Engine) -> None:
+    foxes = {"type": "array", "items": {"const": "fox"}, "minItems": 4, "maxItems": 9}
+    schemas: list[dict[str, Any]] = [FOX, foxes, {"enum": [1, 22]}]
+    options: list[dict[str, Any]] = [
+        {"constraint": Constraint.json_schema(schema), "reasoning": i > 0} for i, schema in enumerate(schemas)
+    ]
+    with opened(None, max_ctx=256, slots=3) as engine, ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda own: engine.chat(ASKED, max_tokens=200, **own), options))
+    for schema, own, result in zip(schemas, options, found, strict=True):
+        assert same_up_to_a_near_tie(result, plain.chat(ASKED, max_tokens=200, logprobs=100, **own))
+        jsonschema_rs.validate(schema, json.loads(parsed(plain, result, reasoning=own["reasoning"]).content))
+
+
 # drafts
 
 

@@ -122,11 +122,6 @@ _ENGINE: Final = (
     ),
     click.option("--slots", type=WholeNumber(), default=1, show_default=True, help="Sequences at a time."),
     click.option(
-        "--queue-limit",
-        type=WholeNumber(),
-        help="Most requests that wait for a slot; more are refused.  [default: any number]",
-    ),
-    click.option(
         "--allow-batch-variance",
         is_flag=True,
         help="Decode slots together even where that changes how their numbers are rounded.",
@@ -276,7 +271,6 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         max_ctx: int | str | None,
         min_ctx: int | None,
         slots: int,
-        queue_limit: int | None,
         allow_batch_variance: bool,
         chunk: int | Auto,
         device: str | None,
@@ -302,7 +296,6 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             max_ctx=max_ctx,
             min_ctx=min_ctx,
             slots=slots,
-            queue_limit=queue_limit,
             allow_batch_variance=allow_batch_variance,
             chunk=chunk,
             device=device,

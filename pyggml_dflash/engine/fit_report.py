@@ -18,7 +18,8 @@ from pyggml_dflash.plan.chunk import ChunkPlan, DeviceShare
 from pyggml_dflash.plan.context import ContextChoice, Probe
 
 SLOT_COUNTS: Final = (1, 2, 4)
-FOUND: Final = ("model", "max_ctx", "min_ctx", "chunk")  # given otherwise, or what the search is about
+# given otherwise, what the search is about, or without a part in what fits
+FOUND: Final = ("model", "max_ctx", "min_ctx", "chunk", "queue_limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
 from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
 from pyggml_dflash.engine.forced import AllLogits, Scores
 from pyggml_dflash.engine.handle import RequestHandle
-from pyggml_dflash.engine.loader import EngineInfo, Loaded, load
+from pyggml_dflash.engine.loader import EngineInfo, Loaded, load, reload
 from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL
@@ -55,6 +55,7 @@ from pyggml_dflash.options import (
     KVType,
     MtpConvention,
     SamplingOptions,
+    SnapshotKind,
     Spec,
     Switch,
     as_path,
@@ -75,6 +76,7 @@ from pyggml_dflash.requests import (
     TextPiece,
     TokenLogprob,
 )
+from pyggml_dflash.snapshots import Snapshots
 
 LOG: Final = logging.getLogger(__name__)
 Prompt: TypeAlias = "str | Sequence[int]"
@@ -222,6 +224,10 @@ def _from_environment(options: EngineOptions) -> EngineOptions:
     return replace(options, trim_interval=interval or 0)
 
 
+def _load(options: EngineOptions, report: ProgressCallback, parked: Loaded | None) -> Loaded:
+    return load(options, report) if parked is None else reload(options, parked, report)
+
+
 def _close_leaked(thread: EngineThread) -> None:
     thread.close()  # first, since the warning may be an error
     warnings.warn("an Engine was not closed", ResourceWarning, stacklevel=2)
@@ -244,7 +250,7 @@ class Engine:
         # is there before the thread is, since an interrupt may come anywhere.
         self._net = weakref.finalize(self, _close_leaked, self._thread)
         try:
-            self._loaded: Loaded = self._thread.start(lambda report: load(chosen, report), progress)
+            self._loaded: Loaded = self._thread.start(partial(_load, chosen), progress)
         except BaseException:
             self.close()
             raise
@@ -275,6 +281,12 @@ class Engine:
         spec_width: int | Auto = "auto",
         mtp_convention: MtpConvention = "all-streams",
         trim_interval: int | Auto | None = None,
+        prefix_cache_max_mib: int | Auto = "auto",
+        prefix_cache_entries: int = 32,
+        snapshot_memory: SnapshotKind = "pageable",
+        kv_cache_dir: str | Path | None = None,
+        kv_cache_budget: int = 4096,
+        kv_cache_min_tokens: int = 512,
         nfc: bool = True,
         progress: ProgressCallback | None = None,
     ) -> Engine:
@@ -306,6 +318,12 @@ class Engine:
             spec_width=spec_width,
             mtp_convention=mtp_convention,
             trim_interval=trim_interval,
+            prefix_cache_max_mib=prefix_cache_max_mib,
+            prefix_cache_entries=prefix_cache_entries,
+            snapshot_memory=snapshot_memory,
+            kv_cache_dir=_path(kv_cache_dir, "kv_cache_dir"),
+            kv_cache_budget=kv_cache_budget,
+            kv_cache_min_tokens=kv_cache_min_tokens,
             nfc=nfc,
         )
         return cls(options, progress=progress)
@@ -325,6 +343,7 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        cache_prompt: bool = True,
         ignore_eos: bool = False,
         constraint: Constraint | None = None,
         reasoning_block: ReasoningBlock | None = None,
@@ -332,8 +351,9 @@ class Engine:
     ) -> TextStream:
         """Continue a text or token ids, piece by piece.
 
-        `spec` and `spec_width` change how tokens are drafted, within what the engine was opened with.
-        `constraint` holds from the first token on, or behind the `reasoning_block`. Raises
+        `spec` and `spec_width` change how tokens are drafted, within what the engine was opened with. Without
+        `cache_prompt` no stored state is continued, and none is stored; the answer is the same. `constraint`
+        holds from the first token on, or behind the `reasoning_block`. Raises
         `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
         """
         request = self._request(
@@ -343,6 +363,7 @@ class Engine:
             stop,
             logprobs,
             (spec, spec_width),
+            cache_prompt=cache_prompt,
             ignore_eos=ignore_eos,
             constraint=constraint,
             reasoning_block=reasoning_block,
@@ -359,6 +380,7 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        cache_prompt: bool = True,
         ignore_eos: bool = False,
         constraint: Constraint | None = None,
         reasoning_block: ReasoningBlock | None = None,
@@ -373,6 +395,7 @@ class Engine:
             logprobs=logprobs,
             spec=spec,
             spec_width=spec_width,
+            cache_prompt=cache_prompt,
             ignore_eos=ignore_eos,
             constraint=constraint,
             reasoning_block=reasoning_block,
@@ -390,6 +413,8 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        cache_prompt: bool = True,
+        keep_head: bool = False,
         ignore_eos: bool = False,
         continues_text: bool = True,
         constraint: Constraint | None = None,
@@ -398,11 +423,14 @@ class Engine:
     ) -> AsyncTextStream:
         """Queue a prompt and return its answer's stream; the event loop stays free.
 
-        `continues_text` False: the answer is a turn of its own, as after a rendered chat. `progress` is
-        called on the engine's thread. Raises `ContextOverflowError` as `stream` does.
+        `keep_head`: many conversations share the first turn, as they do with tools. `continues_text`
+        False: the answer is a turn of its own, as after a rendered chat. `progress` is called on the engine's
+        thread. Raises `ContextOverflowError` as `stream` does.
         """
         prepare = partial(
             self._request,
+            cache_prompt=cache_prompt,
+            keep_head=keep_head,
             ignore_eos=ignore_eos,
             continues_text=continues_text,
             constraint=constraint,
@@ -423,6 +451,7 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        cache_prompt: bool = True,
         ignore_eos: bool = False,
         constraint: Constraint | None = None,
         reasoning_block: ReasoningBlock | None = None,
@@ -436,6 +465,7 @@ class Engine:
             logprobs=logprobs,
             spec=spec,
             spec_width=spec_width,
+            cache_prompt=cache_prompt,
             ignore_eos=ignore_eos,
             constraint=constraint,
             reasoning_block=reasoning_block,
@@ -527,6 +557,7 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        cache_prompt: bool = True,
         constraint: Constraint | None = None,
         reasoning_budget: int = -1,
         progress: ProgressCallback | None = None,
@@ -546,6 +577,8 @@ class Engine:
             stop,
             logprobs,
             (spec, spec_width),
+            cache_prompt=cache_prompt,
+            keep_head=bool(tools),
             continues_text=False,
             constraint=constraint,
             reasoning_block=self.reasoning_block(prompt, reasoning_budget),
@@ -564,6 +597,7 @@ class Engine:
         logprobs: int | None = None,
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
+        cache_prompt: bool = True,
         constraint: Constraint | None = None,
         reasoning_budget: int = -1,
     ) -> GenerationResult:
@@ -578,6 +612,7 @@ class Engine:
             logprobs=logprobs,
             spec=spec,
             spec_width=spec_width,
+            cache_prompt=cache_prompt,
             constraint=constraint,
             reasoning_budget=reasoning_budget,
         ) as stream:
@@ -618,7 +653,7 @@ class Engine:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes held now, by device and by what they are for."""
-        return self._thread.call(lambda core, _: core.memory())
+        return self._thread.call(lambda core, _: core.memory(), when_parked=True)
 
     def fit_report(self) -> FitReport:
         """How the context was chosen, and where every byte goes."""
@@ -638,6 +673,32 @@ class Engine:
             return sum(trim.released_bytes for trim in core.stats().trims) - before
 
         return self._thread.call(released)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The stored states that prompts continue."""
+        return Snapshots(self._thread)
+
+    @property
+    def parked(self) -> bool:
+        """True between `park` and `unpark`."""
+        return self._thread.parked
+
+    def park(self, *, cancel: bool = False) -> None:
+        """Give the memory of devices back: weights, slots, graphs. Process, options, context and chunk stay.
+
+        From now on requests are refused with `EngineParked`; those there are end first, or are cancelled.
+        States stored in system memory stay, too; a folder takes what it lacks. Nothing happens if it is
+        parked.
+        """
+        self._thread.park(cancel=cancel)
+
+    def unpark(self, *, progress: ProgressCallback | None = None) -> None:
+        """Load the model again, with the context and the chunk it had; nothing is fitted again.
+
+        Raises what opening raises; the engine stays parked then. Nothing happens if it is not parked.
+        """
+        self._loaded = self._thread.unpark(progress)
 
     def close(self) -> None:
         """Cancel what runs and free everything; a second call does nothing."""
@@ -661,6 +722,8 @@ class Engine:
         logprobs: int | None,
         drafting: tuple[Spec | None, int | Auto | None],
         *,
+        cache_prompt: bool = True,
+        keep_head: bool = False,
         ignore_eos: bool = False,
         continues_text: bool = True,
         constraint: Constraint | None = None,
@@ -679,6 +742,8 @@ class Engine:
             spec_width=drafting[1],
             ignore_eos=ignore_eos,
             continues_text=continues_text,
+            cache_prompt=cache_prompt,
+            keep_head=keep_head,
             constraint=constraint,
             reasoning_block=reasoning_block,
         )
@@ -724,6 +789,7 @@ __all__ = [
     "Prompt",
     "ReasoningDelta",
     "Score",
+    "Snapshots",
     "TensorShare",
     "TextStream",
     "ToolCall",

@@ -12,6 +12,7 @@
     ├── SnapshotError               exit 1   a stored state cannot be used here; nothing was changed
     ├── BackendError                exit 1   ggml reported a failure, or the library is missing
     ├── EngineClosed                exit 1   use after close
+    ├── EngineParked                exit 1   the engine's memory was given back; unpark it first
     └── Cancelled                   exit 130 the request was cancelled before it ended
 
 A class exists where a caller could act on it. The command line turns `exit_code` into its own.
@@ -149,6 +150,13 @@ class EngineClosed(DflashError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} is closed")
+
+
+class EngineParked(DflashError):
+    """The engine gave its memory back with `park`; what needs it works again after `unpark`."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is parked; unpark() brings it back")
 
 
 class Cancelled(DflashError):

@@ -26,6 +26,7 @@ Spec = Literal["auto", "off", "dflash", "mtp"]
 MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
 DraftCausal = Literal["auto", "none", "swa", "all"]
 DraftType = Literal["keep", "f32", "f16", "bf16", "q8_0"]
+SnapshotKind = Literal["pageable", "pinned"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
 TRIM_VARIABLE: Final = "DFLASH_PREFILL_POOL_TRIM_TOKENS"
@@ -33,6 +34,7 @@ MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_BIAS: Final = sys.float_info.max
 MAX_WIDTH: Final = 16  # rows of a verify forward
+MAX_PREFIXES: Final = 63  # states in memory
 
 
 def refusal(name: str, value: object, wanted: str) -> UsageError:
@@ -162,6 +164,12 @@ class EngineOptions:
     spec_width: int | Auto = "auto"  # rows of a verify forward; auto: what measured cost and acceptance say
     mtp_convention: MtpConvention = "all-streams"  # for qwen4exp; changes acceptance, never the text
     trim_interval: int | Auto | None = None  # prompt tokens between two pool trims; None: the environment's
+    prefix_cache_max_mib: int | Auto = "auto"  # most memory of stored states; 0: none are stored
+    prefix_cache_entries: int = 32  # most states in memory
+    snapshot_memory: SnapshotKind = "pageable"  # pinned: a discrete GPU copies states at full speed
+    kv_cache_dir: Path | None = None  # a folder in which states outlive the process
+    kv_cache_budget: int = 4096  # most MiB of files there
+    kv_cache_min_tokens: int = 512  # shorter prefixes are not written there
     nfc: bool = True  # Unicode NFC before tokenizing where the model was trained so; False: as llama.cpp
 
     def __post_init__(self) -> None:
@@ -181,6 +189,7 @@ class EngineOptions:
         check_flag("allow_batch_variance", self.allow_batch_variance)
         check_flag("nfc", self.nfc)
         self._check_speculation()
+        self._check_stored()
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
             raise refusal(
                 "cache_type_v", self.cache_type_v, "without flash attention it must be f32, f16 or bf16"
@@ -220,6 +229,23 @@ class EngineOptions:
         if self.spec == "dflash" and self.draft is None and self.model is not None:
             raise refusal("spec", self.spec, "it needs a draft")
         check_spec_width(self.spec_width)
+
+    def _check_stored(self) -> None:
+        if not isinstance(self.prefix_cache_max_mib, str) or self.prefix_cache_max_mib != "auto":
+            check_int("prefix_cache_max_mib", self.prefix_cache_max_mib, 0)
+        check_int("prefix_cache_entries", self.prefix_cache_entries, 1, MAX_PREFIXES)
+        check_choice("snapshot_memory", self.snapshot_memory, get_args(SnapshotKind))
+        if self.kv_cache_dir is not None and not isinstance(self.kv_cache_dir, Path):
+            raise refusal("kv_cache_dir", self.kv_cache_dir, "it must be a pathlib.Path or None")
+        if self.kv_cache_dir is not None and not self.stores_states:
+            raise refusal("prefix_cache_max_mib", 0, "it must be more with a kv_cache_dir, or 'auto'")
+        check_int("kv_cache_budget", self.kv_cache_budget, 1)
+        check_int("kv_cache_min_tokens", self.kv_cache_min_tokens, 1)
+
+    @property
+    def stores_states(self) -> bool:
+        """True if prompts may continue stored states."""
+        return self.prefix_cache_max_mib != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ NOTHING_TO_DRAFT_WITH: Final = "no draft was given and the file has no MTP block
 MAX_CONSTRAINT_CHARS: Final = 1 << 18  # longer ones take seconds to compile
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Tier = Literal["memory", "disk"]
 ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar"]
 
 
@@ -98,6 +99,8 @@ class GenerationRequest:
     spec: Spec | None = None  # what drafts tokens, as the engine can; None: as it was opened
     spec_width: int | Auto | None = None  # rows of a verify forward; None: as the engine was opened
     continues_text: bool = True  # the answer goes on where the prompt's text stops; False: a turn of its own
+    cache_prompt: bool = True  # continue a stored state, and store one; False: neither
+    keep_head: bool = False  # many conversations share the first turn, so its state is kept longer
     constraint: Constraint | None = None  # what the answer must be, behind its reasoning
     reasoning_block: ReasoningBlock | None = None  # the one that the answer begins with or may begin with
 
@@ -119,6 +122,8 @@ class GenerationRequest:
             check_int("logprobs", self.logprobs, 0, 100)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("continues_text", self.continues_text)
+        check_flag("cache_prompt", self.cache_prompt)
+        check_flag("keep_head", self.keep_head)
         if self.spec is not None:
             check_choice("spec", self.spec, get_args(Spec))
         if self.spec_width is not None:
@@ -198,6 +203,21 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReuse:
+    """How much of a prompt was continued from a stored state, and why it was not more.
+
+    `n_common` tokens are those of some stored text; there the prompt may leave it without a state to go on
+    from. `stop` says why: 'nothing stored', 'differs', 'no snapshot between', 'end of what is stored',
+    'whole prompt' (its last token has to run again).
+    """
+
+    n_reused: int
+    n_common: int
+    stop: str
+    tier: Tier | None  # where the state was; None: nothing was reused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
     """The whole answer to a request."""
 
@@ -211,6 +231,7 @@ class GenerationResult:
     logprobs: tuple[TokenLogprob, ...] = ()
     speculation: SpeculationStats | None = None  # None: decoded plainly
     plain_reason: str | None = None  # why steps were plain: nothing drafts, or it does not pay
+    reuse: PromptReuse | None = None  # None: stored states were not looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +276,61 @@ class SlotInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FolderStats:
+    """Stored states in a folder: this engine's kind now, and what became of files since it opened."""
+
+    n_states: int
+    n_bytes: int  # of all files there
+    saved: int
+    saved_bytes: int
+    save_s: float
+    loaded: int
+    loaded_bytes: int
+    load_s: float
+    evicted: int
+    skipped: Mapping[str, int]  # states that were not written, by reason
+    failed: Mapping[str, int]  # files that could not be used, by reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotStats:
+    """Stored states in memory: those of now, and what became of captures, restores and prompts."""
+
+    place: Literal["device", "host"]  # where they lie; a plan limits the device's
+    n_states: int
+    n_bytes: int
+    limit_bytes: int  # 0: there was no room for any
+    captured: int
+    captured_bytes: int
+    capture_s: float
+    capture_failures: Mapping[str, int]  # by reason, as all mappings here
+    capture_skips: Mapping[str, int]
+    restored: int
+    restored_bytes: int
+    restore_s: float
+    unusable: Mapping[str, int]  # states that could not be restored, and were dropped
+    without_drafter: int  # captures and restores that left out what a drafter knows
+    evicted: int
+    superseded: int
+    hits: Mapping[str, int]  # prompts that continued a state, by where it was: 'memory', 'disk'
+    misses: Mapping[str, int]
+    prompt_tokens: int
+    reused_tokens: int
+    folder: FolderStats | None = None  # None: there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPrefix:
+    """One stored state: the prompt that it continues, and what it takes."""
+
+    tokens: tuple[int, ...] = field(repr=False)
+    n_past: int
+    n_bytes: int
+    protected: bool  # gives way after others
+    saved: bool  # the folder has it too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """What an engine does, and did since it was opened."""
 
@@ -263,6 +339,8 @@ class EngineStats:
     requests: RequestCounts = field(default_factory=RequestCounts)
     slots: tuple[SlotInfo, ...] = ()
     step_failures: int = 0  # steps of a slot that failed; each is tried once more where that is possible
+
+    snapshots: SnapshotStats | None = None  # None: states are not stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,3 +247,10 @@ def test_a_part_of_what_is_free_has_a_floor() -> None:
     assert Margin(part=0.25).of(2000, floor=400) == 500
     assert Margin(part=0.0).of(2000, floor=400) == 0
     assert Margin(n_bytes=7).of(2000, floor=400) == 7
+
+
+def test_a_folder_for_states_needs_states() -> None:
+    with pytest.raises(UsageError, match="prefix_cache_max_mib is 0; it must be more with a kv_cache_dir"):
+        EngineOptions(prefix_cache_max_mib=0, kv_cache_dir=Path("x"))
+    assert EngineOptions(prefix_cache_max_mib=1, kv_cache_dir=Path("x")).stores_states
+    assert not EngineOptions(prefix_cache_max_mib=0).stores_states

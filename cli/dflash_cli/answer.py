@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType, TracebackType
 
 from dflash_cli.build_info import read_build
@@ -17,6 +18,13 @@ from dflash_cli.ui import ProgressBars, say, write
 from pyggml_dflash.api import Engine, TextStream, devices
 from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.requests import GenerationResult
+
+
+def without_states(engine: EngineOptions) -> EngineOptions:
+    """The options for one answer, behind which nobody continues a state unless a folder keeps it."""
+    if engine.prefix_cache_max_mib != "auto" or engine.kv_cache_dir is not None:
+        return engine
+    return replace(engine, prefix_cache_max_mib=0)
 
 
 @contextmanager

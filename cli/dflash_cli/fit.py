@@ -21,8 +21,9 @@ from pyggml_dflash.options import EngineOptions
 def fit(ctx: click.Context, engine: EngineOptions, as_json: bool) -> None:
     """Show which context fits, and where the memory goes.
 
-    Takes the flags of 'dflash run' and measures what it would allocate; nothing is loaded and no weight is
-    read. Exits 4 if the context asked for does not fit.
+    Takes the flags of 'dflash run' and measures what they would allocate; nothing is loaded and no weight is
+    read. Room for stored states is counted as 'dflash chat' needs it; --prefix-cache-max-mib 0 leaves it out.
+    Exits 4 if the context asked for does not fit.
     """
     open_stdout()
     if engine.model is None:

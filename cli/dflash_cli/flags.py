@@ -20,7 +20,9 @@ from dflash_cli.params import (
     ContextLength,
     DeviceCap,
     DraftPath,
+    Folder,
     MaxContext,
+    MibOrAuto,
     ModelFile,
     Seed,
     Text,
@@ -40,6 +42,7 @@ from pyggml_dflash.options import (
     KVType,
     MtpConvention,
     SamplingOptions,
+    SnapshotKind,
     Spec,
     Switch,
     check_int,
@@ -210,6 +213,44 @@ _ENGINE: Final = (
         f"  [default: {TRIM_VARIABLE}, else off]",
     ),
     click.option(
+        "--prefix-cache-max-mib",
+        type=MibOrAuto(),
+        default="auto",
+        show_default=True,
+        help="Most memory of stored states, which prompts continue that begin alike; 0: none. 'auto': for two"
+        " per slot and one more, within a quarter of what is free; 'dflash run' stores none without"
+        " --kv-cache-dir.",
+    ),
+    click.option(
+        "--prefix-cache-entries",
+        type=WholeNumber(),
+        default=32,
+        show_default=True,
+        help="Most stored states in memory.",
+    ),
+    click.option(
+        "--snapshot-memory",
+        type=click.Choice(get_args(SnapshotKind)),
+        default="pageable",
+        show_default=True,
+        help="System memory for stored states beside a GPU; pinned is copied faster.",
+    ),
+    click.option("--kv-cache-dir", type=Folder(), help="Folder in which stored states outlive the process."),
+    click.option(
+        "--kv-cache-budget",
+        type=WholeNumber(),
+        default=4096,
+        show_default=True,
+        help="Most MiB of files in --kv-cache-dir.",
+    ),
+    click.option(
+        "--kv-cache-min-tokens",
+        type=WholeNumber(),
+        default=512,
+        show_default=True,
+        help="Fewest tokens of a state that is worth a file.",
+    ),
+    click.option(
         "--nfc/--no-nfc", default=True, help="Unicode NFC before tokenizing, where the model wants it."
     ),
 )
@@ -288,6 +329,12 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         spec_width: int | Auto,
         mtp_convention: MtpConvention,
         trim_interval: int | Auto | None,
+        prefix_cache_max_mib: int | Auto,
+        prefix_cache_entries: int,
+        snapshot_memory: SnapshotKind,
+        kv_cache_dir: Path | None,
+        kv_cache_budget: int,
+        kv_cache_min_tokens: int,
         nfc: bool,
         **rest: Any,
     ) -> None:
@@ -313,6 +360,12 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             spec_width=spec_width,
             mtp_convention=mtp_convention,
             trim_interval=trim_interval,
+            prefix_cache_max_mib=prefix_cache_max_mib,
+            prefix_cache_entries=prefix_cache_entries,
+            snapshot_memory=snapshot_memory,
+            kv_cache_dir=kv_cache_dir,
+            kv_cache_budget=kv_cache_budget,
+            kv_cache_min_tokens=kv_cache_min_tokens,
             nfc=nfc,
         )
         command(engine=engine, **rest)

@@ -116,6 +116,35 @@ class ChunkSize(Param):
         return int(value)
 
 
+class MibOrAuto(Param):
+    """A number of MiB, or 'auto'."""
+
+    name = "mib"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
+        """A number, or 'auto' as it is."""
+        if isinstance(value, int):
+            return value
+        if value == "auto":
+            return "auto"
+        if not re.fullmatch(r"[0-9]{1,15}", value):
+            self.fail(f"{value!r} is no number of MiB; pass one as in 4096, or 'auto'.")
+        return int(value)
+
+
+class Folder(Param):
+    """The path of a folder, which need not be there."""
+
+    name = "folder"
+    is_path = True
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path as given."""
+        if value == "":
+            self.fail("'' is empty; name a folder.")  # it would be the current one
+        return Path(value)
+
+
 class WidthOrAuto(Param):
     """Rows of a verify forward, or 'auto'."""
 

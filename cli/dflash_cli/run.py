@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from dflash_cli.answer import consume, open_engine
+from dflash_cli.answer import consume, open_engine, without_states
 from dflash_cli.flags import JSON, AnswerOptions, answer_options, engine_options, sampling_options
 from dflash_cli.main import INTERRUPTED
 from dflash_cli.params import WholeNumber
@@ -50,6 +50,7 @@ def run(
     """
     check_flags(answer, raw=raw, as_json=as_json, logprobs=logprobs)
     prompt = choose_prompt(source, engine)
+    engine = without_states(engine)
     open_stdout()
     with ProgressBars(quiet=quiet) as bars, open_engine(engine, bars, quiet=quiet) as opened:
         if not raw and not opened.info.has_chat_template and answer.system is None:
@@ -146,6 +147,7 @@ def report(engine: Engine, result: GenerationResult) -> dict[str, Any]:
         "draft": info.draft,
         "speculation": speculation(result),
         "plain_reason": result.plain_reason,
+        "reuse": result.reuse,
         "logprobs": [describe(engine, token) for token in result.logprobs],
     }
 

@@ -6,7 +6,7 @@ import math
 
 import click
 
-from dflash_cli.answer import open_engine
+from dflash_cli.answer import open_engine, without_states
 from dflash_cli.flags import JSON, engine_options
 from dflash_cli.prompt import PromptSource, prompt_options
 from dflash_cli.run import describe
@@ -38,7 +38,7 @@ def score(source: PromptSource, top: int, engine: EngineOptions, as_json: bool, 
     if prompt is None:
         raise UsageError("no text to score; give one with -p TEXT, -f FILE or through a pipe")
     open_stdout()
-    with ProgressBars(quiet=quiet) as bars, open_engine(engine, bars, quiet=quiet) as opened:
+    with ProgressBars(quiet=quiet) as bars, open_engine(without_states(engine), bars, quiet=quiet) as opened:
         result = opened.score(prompt.text, top=top)
         if as_json:
             print_json(

@@ -61,8 +61,9 @@ def timings_line(result: GenerationResult) -> str:
     usage, timings = result.usage, result.timings
     read, decoded = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens - 1
     drafts = drafted(result)
+    stored = f" ({usage.cached_tokens} stored)" if usage.cached_tokens else ""
     return (
-        f"prompt {usage.prompt_tokens} tokens, {rate(read, timings.prefill_s)}; "
+        f"prompt {usage.prompt_tokens} tokens{stored}, {rate(read, timings.prefill_s)}; "
         f"generated {usage.completion_tokens} tokens, {rate(decoded, timings.decode_s)}; "
         f"{drafts + '; ' if drafts else ''}finish: {result.finish_reason}"
     )

@@ -25,6 +25,7 @@ from pyggml_dflash.engine.decode import Take, decode_one, decode_rows, decode_ru
 from pyggml_dflash.engine.drafting import Backlog, Drafter
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
+from pyggml_dflash.engine.reuse import Reuse
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.seat import Seat
 from pyggml_dflash.engine.speculate import Speculation
@@ -35,18 +36,19 @@ from pyggml_dflash.engine.step import (
     StepPlan,
     StepReport,
     check_plan,
-    forward_ends,
     granule_of,
 )
 from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.requests import EngineStats, SlotInfo
+from pyggml_dflash.state.cuts import prompt_ends
 from pyggml_dflash.state.slot import Slot, SlotTable
 
 LOG: Final = logging.getLogger(__name__)
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
 DRAFTER_TAKEN: Final = "the drafter followed another request"
+DRAFTER_BEHIND: Final = "the state that was continued has nothing of the drafter's"
 
 T = TypeVar("T")
 
@@ -65,8 +67,11 @@ class EngineCore:
         *,
         trims: PoolTrims,
         control: VerifyWidth | None = None,
+        reuse: Reuse | None = None,
     ) -> None:
-        """`control` has what is known about cost and acceptance of the drafter's steps."""
+        """`control` has what is known about cost and acceptance of the drafter's steps; `reuse` what prompts
+        may continue: it is bound to these slots, and closed with the core."""
+        self.reuse = reuse
         self._drafter, self._control, self.trims = drafter, control, trims
         self._backlog = None if drafter is None else Backlog(forwards, drafter)
         self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
@@ -113,16 +118,35 @@ class EngineCore:
         id = self._seats.index(None)
         slot = self.slots[id]
         slot.reset()
-        seat = Seat(slot, admission, forward_ends(len(admission.tokens), self._rows_of(admission)))
-        seat.n_read = seat.n_cached = slot.n_past
+        rows = self._rows_of(admission)
+        seat = Seat(slot, admission, prompt_ends(len(admission.tokens), admission.boundaries, rows))
         if admission.drafts and self._drafter is not None:
             if self._followed is None:
-                self._followed, seat.drafts = seat, True
+                seat.drafts = True
             else:
                 seat.plain_reason = DRAFTER_TAKEN
+        if admission.reuses and self.reuse is not None:
+            self._continue(seat, self.reuse)
+        seat.n_read = seat.n_cached = slot.n_past
+        if seat.drafts:
+            self._followed = seat
         self._seats[id] = seat
         self.trims.begin(slot.n_past, len(admission.tokens), slot=id)
         return id
+
+    def _continue(self, seat: Seat, reuse: Reuse) -> None:
+        """Have the slot hold what is stored of the prompt, and the drafter, if it follows, know of it."""
+        admission, slot, companion = seat.admission, seat.slot, self._backlog if seat.drafts else None
+        seat.prompt = reuse.begin(
+            slot,
+            admission.tokens,
+            boundaries=admission.boundaries,
+            ends=seat.ends,
+            keep_head=admission.keep_head,
+            companion=companion,
+        )
+        if companion is not None and slot.n_past and not companion.covers(slot.n_past):
+            seat.drafts, seat.plain_reason = False, DRAFTER_BEHIND
 
     def _rows_of(self, admission: Admission) -> int:
         if admission.sampler is not None:
@@ -136,6 +160,8 @@ class EngineCore:
         seat = self._seats[id]
         if seat is not None:
             seat.pause()
+            if seat.phase == "prefill" and seat.prompt is not None and self.reuse is not None:
+                self.reuse.leave(seat.prompt, seat.slot, self._backlog if seat.drafts else None)
             self._let_go(seat)
             self.trims.end(id)
             self._seats[id] = None
@@ -235,6 +261,8 @@ class EngineCore:
         elif last:
             seat.phase = "done"
         seat.n_read = end  # now that nothing can fail any more
+        if seat.prompt is not None and self.reuse is not None:
+            self.reuse.after_forward(seat.prompt, slot, self._backlog if seat.drafts else None)
         return Granule(n_past=end, first=first, rows=rows)
 
     def _attempt(self, seat: Seat, work: Callable[[], T]) -> T | Exception:
@@ -356,7 +384,11 @@ class EngineCore:
             for slot, phase in zip(self.slots, self.phases, strict=True)
         )
         return EngineStats(
-            trims=self.trims.counts, peak_bytes=peaks, slots=slots, step_failures=self._n_failures
+            snapshots=None if self.reuse is None else self.reuse.stats(),
+            trims=self.trims.counts,
+            peak_bytes=peaks,
+            slots=slots,
+            step_failures=self._n_failures,
         )
 
     def release_scratch(self) -> None:
@@ -364,9 +396,18 @@ class EngineCore:
         self._check_thread()
         self.trims.release_scratch()
 
+    def park(self) -> None:
+        """Save stored states where there is a folder; free all but those that need nothing of the rest."""
+        self._check_thread()
+        if self.reuse is not None:
+            self.reuse.flush()
+        self._stack.close()
+
     def close(self) -> None:
         """Free everything; a second call does nothing."""
         self._check_thread()
+        if self.reuse is not None:
+            self.reuse.close()
         self._stack.close()
 
     def _check_thread(self) -> None:

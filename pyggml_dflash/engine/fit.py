@@ -20,6 +20,7 @@ from pyggml_dflash.engine.assembly import (
     first_ctx,
     settle,
 )
+from pyggml_dflash.engine.snapshot_plan import full_state_bytes, reserved_bytes
 from pyggml_dflash.errors import ContextFitError, UnsupportedModelError, UsageError, human_bytes
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.weights import LoadedWeights
@@ -27,6 +28,7 @@ from pyggml_dflash.options import KVType, Margin, split_max_ctx
 from pyggml_dflash.plan.chunk import ChunkPlan, DeviceShare, binding_share, fit_chunk
 from pyggml_dflash.plan.context import ContextChoice, ContextFit, Probe, choose_context, step_for
 from pyggml_dflash.plan.measure import MemoryProbe
+from pyggml_dflash.state.snapshot import LABEL as SNAPSHOTS
 
 FLOOR_ROWS: Final = 256  # smallest chunk that a context is given up for
 MIN_GPU_HEADROOM: Final = 256 * 2**20  # driver and kernels take memory that no allocator tells
@@ -116,13 +118,14 @@ class Planner:
         return self._plan(self.settings(plan.n_ctx, max(chunk, plan.chunk)))
 
     def _plan(self, settings: Settings) -> ChunkPlan:
-        terms = self._terms(settings)
+        terms, state_bytes = self._terms(settings)
         shares = tuple(
             self._share(b.name, b.info.kind, terms[b.name], settings) for b in self.blueprint.backends
         )
         tight = binding_share(shares)
-        growing = sum(tight.terms.get(label, 0) for label in ("state", "draft cache", "inputs"))
-        fixed = self.options.slots * settings.layout.recurrent_bytes if tight is shares[0] else 0
+        growing = sum(tight.terms.get(label, 0) for label in ("state", "draft cache", "inputs", SNAPSHOTS))
+        copies = 2 if SNAPSHOTS in tight.terms else 1
+        fixed = copies * self.options.slots * settings.layout.recurrent_bytes if tight is shares[0] else 0
         return ChunkPlan(
             n_ctx=settings.n_ctx,
             chunk=settings.chunk,
@@ -130,6 +133,7 @@ class Planner:
             required=tight.required,
             position_bytes=max(0, growing - fixed) // settings.layout.n_ctx + 1,
             device=tight.device,
+            snapshot_bytes=state_bytes,
             shares=shares,
         )
 
@@ -145,8 +149,8 @@ class Planner:
         headroom = self._margin.of(max(0, available - first), floor=min(floor, available // 4))
         return DeviceShare(device=device, available=available, headroom=headroom, terms=terms)
 
-    def _terms(self, settings: Settings) -> dict[str, dict[str, int]]:
-        """Bytes by device and name of an engine with these settings."""
+    def _terms(self, settings: Settings) -> tuple[dict[str, dict[str, int]], int]:
+        """Bytes by device and name of an engine with these settings, and of a stored state of its context."""
         b, ledger = self.blueprint, Ledger(dry=True)
         with ExitStack() as stack:
             parts = assemble(b, self._weights, settings, ledger, stack)
@@ -165,7 +169,11 @@ class Planner:
                 target["reserve"] = self.options.device_reserve_mib * 2**20
             if b.host is not None:
                 found[b.host.name]["embedding rows"] = 4 * b.config.n_embd * settings.chunk
-        return {name: dict(terms) for name, terms in found.items()}
+            state_bytes = full_state_bytes(settings, parts)
+            reserved = reserved_bytes(b, state_bytes) if self.is_auto else 0
+            if reserved:
+                target[SNAPSHOTS] = reserved
+        return {name: dict(terms) for name, terms in found.items()}, state_bytes
 
     def refuse(self, choice: ContextChoice) -> ContextFitError:
         """The error for a search without an answer: what lacks, and what would fit instead."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from pyggml_dflash.engine.assembly import draw, first_ctx, open_model
 from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner, find_fit
+from pyggml_dflash.engine.snapshot_plan import with_snapshots
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.options import EngineOptions
@@ -67,7 +68,9 @@ def fit_report(options: EngineOptions) -> FitReport:
         blueprint = draw(options, open_model(options, stack), stack, ledger)
         started = time.perf_counter()
         planner, choice = find_fit(blueprint, ledger, stack)
-        plan = None if choice.plan is None else planner.with_chunk(choice.plan)
+        plan = None
+        if choice.plan is not None:
+            plan, _ = with_snapshots(planner.blueprint, planner.with_chunk(choice.plan))
         alternatives = _alternatives(planner, choice)
         seconds = time.perf_counter() - started
         return make_report(planner, plan, choice, seconds=seconds, alternatives=alternatives)
@@ -84,12 +87,20 @@ def _alternatives(planner: Planner, choice: ContextChoice) -> tuple[FitAlternati
                 if variant is None:
                     continue
                 try:
-                    plan = variant.search(start).plan
+                    plan = _search(variant, start, stack)
                 except UsageError:  # a chunk or a smallest context that this one cannot have
                     continue
                 n_ctx = 0 if plan is None else plan.n_ctx
                 found.append(FitAlternative(cache_type=cache_type, slots=slots, n_ctx=n_ctx))
     return tuple(found)
+
+
+def _search(planner: Planner, start: int, stack: ExitStack) -> ChunkPlan | None:
+    """The largest context that fits, with the drafter or, if nobody named it, without."""
+    plan = planner.search(start).plan
+    if plan is None and planner.blueprint.choice.may_be_left_out:
+        plan = planner.without_drafter("", stack).search(start).plan
+    return plan
 
 
 def make_report(

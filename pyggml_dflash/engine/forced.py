@@ -102,8 +102,8 @@ class ForcedText(Generic[T]):
         """What it brings to its slot."""
         return Admission(tokens=self._reading.tokens)
 
-    def begin(self) -> None:
-        """It has a slot."""
+    def begin(self, n_cached: int) -> None:
+        """It has a slot, which is empty."""
 
     def read(self, granule: Granule) -> bool:
         """Take the rows of a granule; True if they were the last."""

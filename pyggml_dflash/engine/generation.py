@@ -25,12 +25,15 @@ from pyggml_dflash.requests import (
     GenerationResult,
     Progress,
     ProgressCallback,
+    PromptReuse,
     RequestState,
     TextPiece,
     Timings,
     TokenLogprob,
     Usage,
 )
+from pyggml_dflash.state.cuts import turn_boundaries
+from pyggml_dflash.state.prefix_match import Match
 
 
 class Caller(Protocol):
@@ -62,6 +65,8 @@ class Generation:
         self._limit = room if request.max_tokens is None else min(room, request.max_tokens)
         self._drafts, self._width = loaded.drafts(request), loaded.width(request)
         self._no_drafter = loaded.info.spec_reason
+        markers = loaded.markers
+        self._boundaries = () if markers is None else tuple(turn_boundaries(request.tokens, markers))
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._reason: FinishReason = "cancelled"
@@ -78,6 +83,9 @@ class Generation:
             stop_ids=self._stop_ids,
             drafts=self._drafts,
             width=self._width,
+            boundaries=self._boundaries,
+            reuses=self._request.cache_prompt,
+            keep_head=self._request.keep_head,
         )
 
     @property
@@ -85,10 +93,10 @@ class Generation:
         """True once the answer is no longer wanted."""
         return self._caller.cancelled
 
-    def begin(self) -> None:
-        """It has a slot. May raise what the caller's callback raises."""
-        self._started_s = self._read_s = time.perf_counter()
-        self._progress(0)
+    def begin(self, n_cached: int) -> None:
+        """It has a slot, with so much of the prompt. May raise what the caller's callback raises."""
+        self._read_s = time.perf_counter()
+        self._progress(n_cached)
 
     def read(self, granule: Granule) -> bool:
         """More of the prompt was read; True if the answer is complete, with the prompt or its first token."""
@@ -181,6 +189,7 @@ class Generation:
             logprobs=tuple(self._logprobs),
             speculation=None if speculation is None else speculation.stats,
             plain_reason=self._plain_reason(seat),
+            reuse=None if seat is None or seat.prompt is None else _reuse_of(seat.prompt.match),
         )
 
     def _plain_reason(self, seat: Seat | None) -> str | None:
@@ -191,3 +200,7 @@ class Generation:
         if seat.plain_reason is not None:
             return seat.plain_reason
         return None if seat.speculation is None else seat.speculation.why_plain
+
+
+def _reuse_of(match: Match) -> PromptReuse:
+    return PromptReuse(n_reused=match.n_reused, n_common=match.n_common, stop=match.stop, tier=match.tier)

@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,10 @@ from pyggml_dflash.engine.guide import AnswerGuide
 from pyggml_dflash.engine.invariance import measure_batching
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
+from pyggml_dflash.engine.reuse import Reuse
+from pyggml_dflash.engine.reuse_loader import open_reuse
 from pyggml_dflash.engine.sampling import Sampler
+from pyggml_dflash.engine.snapshot_plan import with_snapshots
 from pyggml_dflash.engine.step import granule_of
 from pyggml_dflash.engine.step_costs import learn_costs
 from pyggml_dflash.errors import ContextOverflowError, DamagedFileError, DeviceMemoryError, UsageError
@@ -36,10 +39,11 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.chat import ChatTemplate
 from pyggml_dflash.model.tokenizer import Tokenizer
 from pyggml_dflash.model.weights import LoadedWeights
-from pyggml_dflash.options import Auto, EngineOptions
+from pyggml_dflash.options import Auto, EngineOptions, Spec
 from pyggml_dflash.plan.chunk import ChunkPlan
 from pyggml_dflash.plan.context import ContextChoice, step_for
 from pyggml_dflash.requests import GenerationRequest, Progress, ProgressCallback
+from pyggml_dflash.state.cuts import TurnMarkers
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -87,6 +91,7 @@ class Loaded:
     info: EngineInfo
     fit: FitReport
     forbidden_ids: npt.NDArray[np.int64] | None  # vocabulary rows without a token
+    markers: TurnMarkers | None  # what turns begin and end with; None: nothing that is known
     constraints: Constraints
     spec_width: int | Auto
 
@@ -140,8 +145,11 @@ class Loaded:
             )
 
 
-def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
-    """Open the file, check everything, fit the context, then allocate. Runs on the engine's thread."""
+def load(options: EngineOptions, report: ProgressCallback, kept: Reuse | None = None) -> Loaded:
+    """Open the file, check everything, fit the context, then allocate. Runs on the engine's thread.
+
+    `kept`: what the same engine stored before it was parked; it stays whole if this fails.
+    """
     with ExitStack() as stack:
         model = open_model(options, stack)
         file, config = model.file, model.config
@@ -151,43 +159,70 @@ def load(options: EngineOptions, report: ProgressCallback) -> Loaded:
                 f"{file.path}: {tokenizer.n_vocab} tokens, but 'token_embd.weight' has {config.n_vocab} rows"
             )
         template = ChatTemplate.from_metadata(file.metadata, tokenizer)
-        ledger = Ledger(caps=options.device_cap)
-        blueprint = draw(options, model, stack, ledger)
-        built = build(blueprint, ledger, stack, report)
-        drafter, forwards = built.parts.drafter, built.parts.forwards
-        forwards.use(
-            measure_batching(
-                forwards,
-                built.parts.slots.slots,
-                blueprint.backend,
-                ledger,
-                allow_variance=options.allow_batch_variance,
-            )
-        )
-        control = None
-        if drafter is not None:
-            control = learn_costs(forwards, drafter, built.parts.slots.slots[0], options)
+        ledger = Ledger(caps=options.device_cap) if kept is None else kept.ledger
+        built = build(draw(options, model, stack, ledger), ledger, stack, report)
+        _choose_decoding(built, ledger)
+        info, markers = _info(built, template), TurnMarkers.of(tokenizer.find)
+        constraints = Constraints(tokenizer)
         unused = sorted({*tokenizer.unused_ids, *range(tokenizer.n_vocab, config.n_vocab)})
-        info = _info(built, template)
         return Loaded(
-            core=EngineCore(
-                forwards,
-                built.parts.slots,
-                ledger,
-                built.fit.n_ctx,
-                stack.pop_all(),
-                drafter,
-                trims=built.trims,
-                control=control,
-            ),
+            core=_core(built, ledger, stack, kept),
             tokenizer=tokenizer,
             template=template,
             info=info,
             fit=built.fit,
             forbidden_ids=np.array(unused, np.int64) if unused else None,
-            constraints=Constraints(tokenizer),
+            markers=markers,
+            constraints=constraints,
             spec_width=options.spec_width,
         )
+
+
+def reload(options: EngineOptions, parked: Loaded, report: ProgressCallback) -> Loaded:
+    """Load what was parked with everything as it was found then; it is not fitted again."""
+    info = parked.info
+    chosen = replace(
+        options, max_ctx=info.n_ctx, min_ctx=None, chunk=info.chunk, spec=cast("Spec", info.spec)
+    )
+    loaded = load(chosen, report, parked.core.reuse)
+    return replace(loaded, fit=parked.fit, info=replace(loaded.info, spec_reason=info.spec_reason))
+
+
+def _choose_decoding(built: Built, ledger: Ledger) -> None:
+    """Find out how slots may decode together."""
+    options, backend, parts = built.blueprint.options, built.blueprint.backend, built.parts
+    vary = options.allow_batch_variance
+    parts.forwards.use(
+        measure_batching(parts.forwards, parts.slots.slots, backend, ledger, allow_variance=vary)
+    )
+
+
+def _core(built: Built, ledger: Ledger, stack: ExitStack, kept: Reuse | None) -> EngineCore:
+    """What runs the parts; it takes over what `stack` frees."""
+    blueprint, parts = built.blueprint, built.parts
+    backend, slots, forwards, drafter = blueprint.backend, parts.slots, parts.forwards, parts.drafter
+    control = None if drafter is None else learn_costs(forwards, drafter, slots.slots[0], blueprint.options)
+    rows = granule_of(built.fit.chunk, built.fit.slots)
+    with ExitStack() as failing:
+        reuse = open_reuse(blueprint, slots, ledger, limit=built.stored_bytes, rows=rows, kept=kept)
+        if reuse is not None:
+            if reuse is not kept:
+                failing.callback(reuse.close)
+            reuse.bind(slots, backend, chunk=rows)
+            stack.callback(reuse.unbind)
+        core = EngineCore(
+            forwards,
+            slots,
+            ledger,
+            built.fit.n_ctx,
+            stack.pop_all(),
+            drafter,
+            trims=built.trims,
+            control=control,
+            reuse=reuse,
+        )
+        failing.pop_all()
+    return core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +234,7 @@ class Built:
     weights: LoadedWeights
     parts: Assembly
     trims: PoolTrims
+    stored_bytes: int  # most that stored states may take
 
 
 def build(blueprint: Blueprint, ledger: Ledger, stack: ExitStack, report: ProgressCallback) -> Built:
@@ -240,6 +276,7 @@ def _build(
             if smaller is None:
                 raise
             choice = smaller
+    plan, stored_bytes = with_snapshots(planner.blueprint, plan)
     fit = make_report(planner, plan, choice, seconds=fitted_s)
     LOG.info(
         "fit: %d tokens x %d slots (trained %d, %d probes, chunk %d)",
@@ -249,7 +286,14 @@ def _build(
         len(fit.trace),
         fit.chunk,
     )
-    return Built(blueprint=planner.blueprint, fit=fit, weights=weights, parts=parts, trims=trims)
+    return Built(
+        blueprint=planner.blueprint,
+        fit=fit,
+        weights=weights,
+        parts=parts,
+        trims=trims,
+        stored_bytes=stored_bytes,
+    )
 
 
 def _reserve(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> None:

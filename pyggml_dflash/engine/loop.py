@@ -10,6 +10,7 @@ import asyncio
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,11 +21,11 @@ from pyggml_dflash.engine.forced import ForcedText, Reading
 from pyggml_dflash.engine.handle import OWN_CALLBACK, RequestHandle, check_process, patient
 from pyggml_dflash.engine.loader import Loaded
 from pyggml_dflash.engine.serving import Serving
-from pyggml_dflash.errors import Cancelled, EngineClosed, QueueFullError, UsageError
+from pyggml_dflash.errors import Cancelled, EngineClosed, EngineParked, QueueFullError, UsageError
 from pyggml_dflash.requests import EngineStats, GenerationRequest, Progress, ProgressCallback, RequestState
 
 T = TypeVar("T")
-Loader = Callable[[ProgressCallback], Loaded]
+Loader = Callable[[ProgressCallback, "Loaded | None"], Loaded]  # an engine that was parked, or None
 IsCancelled = Callable[[], bool]
 
 
@@ -33,6 +34,7 @@ class _Call(Generic[T]):
     """A function to run on the engine's thread between steps; it asks now and then whether to go on."""
 
     function: Callable[[EngineCore, IsCancelled], T]
+    when_parked: bool = False  # it needs no model
     future: Future[T] = field(default_factory=Future)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -46,13 +48,29 @@ class _Call(Generic[T]):
         self._stop.set()
 
 
+@dataclass(slots=True)
+class _Park:
+    """Give the model's memory back, once nothing runs any more."""
+
+    cancel: bool  # what runs and waits
+    future: Future[None] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class _Unpark:
+    """Load what was parked."""
+
+    progress: ProgressCallback | None
+    future: Future[Loaded] = field(default_factory=Future)
+
+
 class _Wake:
     """A command that says nothing: somebody cancelled something."""
 
 
 WAKE: Final = _Wake()
 Queued = RequestHandle | ForcedText[Any]
-Command = Queued | _Call[Any] | _Wake | None  # None: close
+Command = Queued | _Call[Any] | _Park | _Unpark | _Wake | None  # None: close
 
 
 class EngineThread:
@@ -68,6 +86,10 @@ class EngineThread:
         self._n_live = 0  # requests that have a slot or wait for one
         self._n_submitted = 0
         self._call: _Call[Any] | None = None  # that runs
+        self._changes: deque[_Park | _Unpark] = deque()  # for when nothing runs
+        self._refuses = False  # requests, since it is parked or about to be
+        self._parked = False
+        self._loaded: Loaded | None = None
         self._serving: Serving | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -78,15 +100,8 @@ class EngineThread:
         An interrupt while loading stops the load and frees what it had made.
         """
         ready: Future[Loaded] = Future()
-
-        def report(event: Progress) -> None:
-            if self._closing.is_set():
-                raise Cancelled("loading was cancelled")
-            if progress is not None:
-                progress(event)
-
         self._thread = threading.Thread(
-            target=self._main, args=(loader, report, ready), name="dflash-engine", daemon=True
+            target=self._main, args=(loader, progress, ready), name="dflash-engine", daemon=True
         )
         try:
             self._thread.start()
@@ -127,12 +142,13 @@ class EngineThread:
             self._wake()
             raise
 
-    def call(self, function: Callable[[EngineCore, IsCancelled], T]) -> T:
+    def call(self, function: Callable[[EngineCore, IsCancelled], T], *, when_parked: bool = False) -> T:
         """Run `function` on the engine's thread, between two steps of what runs, and return its value.
 
         Its second argument tells whether it should stop, which an interrupt of this wait and `close` ask for.
+        Raises `EngineParked` where there is no model, unless it is one to be called `when_parked`.
         """
-        call = _Call(function)
+        call = _Call(function, when_parked)
         self._enqueue(call)
         try:
             return patient(call.future)
@@ -147,19 +163,40 @@ class EngineThread:
             assert self._serving is not None
             return self._serving.stats()
 
-        return self.call(read)
+        return self.call(read, when_parked=True)
 
-    def _enqueue(self, command: Queued | _Call[Any]) -> None:
+    @property
+    def parked(self) -> bool:
+        """True while there is no model."""
+        return self._parked
+
+    def park(self, *, cancel: bool) -> None:
+        """Refuse new requests, end those there are, and give the model's memory back."""
+        command = _Park(cancel)
+        self._enqueue(command)
+        patient(command.future)
+
+    def unpark(self, progress: ProgressCallback | None) -> Loaded:
+        """Load the model again; raises what that raised, and it stays parked."""
+        command = _Unpark(progress)
+        self._enqueue(command)
+        return patient(command.future)
+
+    def _enqueue(self, command: Queued | _Call[Any] | _Park | _Unpark) -> None:
         if threading.current_thread() is self._thread:
             raise UsageError(OWN_CALLBACK)
         check_process(self._pid)  # in a child the lock may be held for ever
         with self._lock:  # nothing may be queued behind the command that ends the thread
             self.check_open()
-            if not isinstance(command, _Call):
+            if isinstance(command, _Park):
+                self._refuses = True
+            elif isinstance(command, (RequestHandle, ForcedText)):
                 self._count(command)
             self._commands.put(command)
 
     def _count(self, queued: Queued) -> None:
+        if self._refuses:
+            raise EngineParked
         n_waiting = max(0, self._n_live - self._n_slots)
         is_full = self._queue_limit is not None and self._n_live >= self._n_slots + self._queue_limit
         if is_full:
@@ -198,48 +235,113 @@ class EngineThread:
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join()
 
-    def _main(self, loader: Loader, report: ProgressCallback, ready: Future[Loaded]) -> None:
+    def _main(self, loader: Loader, progress: ProgressCallback | None, ready: Future[Loaded]) -> None:
         try:
-            loaded = loader(report)
+            loaded = self._loaded = self._load(loader, progress, None)
         except BaseException as error:
             ready.set_exception(error)
             return
         try:
             self._n_slots = loaded.core.n_slots
             ready.set_result(loaded)
-            self._serve(loaded)
+            self._serve(loader)
         finally:
-            loaded.core.close()
+            self._loaded.core.close()
 
-    def _serve(self, loaded: Loaded) -> None:
-        serving = self._serving = Serving(loaded, self._has_news, self._ended)
+    def _load(self, loader: Loader, progress: ProgressCallback | None, parked: Loaded | None) -> Loaded:
+        def report(event: Progress) -> None:
+            if self._closing.is_set():
+                raise Cancelled("loading was cancelled")
+            if progress is not None:
+                progress(event)
+
+        return loader(report, parked)
+
+    def _serve(self, loader: Loader) -> None:
+        assert self._loaded is not None
+        serving = self._serving = Serving(self._loaded, self._has_news, self._ended)
         try:
-            while self._take_commands(serving, loaded.core):
-                serving.turn()
+            while self._take_commands(serving):
+                if not serving.is_idle:
+                    serving.turn()
+                elif self._changes:
+                    self._change(serving, loader, self._changes.popleft())
         finally:
             serving.close()
+            for change in self._changes:
+                change.future.set_exception(EngineClosed("Engine"))
             self._serving = None  # which knows this thread, too
 
-    def _take_commands(self, serving: Serving, core: EngineCore) -> bool:
-        """Take what is queued, and wait for it where nothing runs; False when it is time to end."""
+    def _take_commands(self, serving: Serving) -> bool:
+        """Take what is queued, and wait for it where nothing is to be done; False when it is time to end."""
         while True:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
-                if not serving.is_idle:
+                if self._changes or not serving.is_idle:
                     return True
-                core.release_scratch()  # before a wait that may be long
+                if not self._parked:
+                    self._core.release_scratch()  # before a wait that may be long
                 command = self._commands.get()
             if command is None:
                 return False
-            if isinstance(command, _Call):
-                self._run_call(core, command)
-            elif not isinstance(command, _Wake):
-                serving.add(command)
+            self._take(serving, command)
+
+    def _take(self, serving: Serving, command: Queued | _Call[Any] | _Park | _Unpark | _Wake) -> None:
+        if isinstance(command, _Call):
+            self._run_call(self._core, command)
+        elif isinstance(command, (_Park, _Unpark)):
+            self._changes.append(command)
+            if isinstance(command, _Park) and command.cancel:
+                serving.cancel_all()
+        elif isinstance(command, _Wake):
+            return
+        elif self._parked:  # it came before requests were refused, but behind what parked the engine
+            self._ended()
+            command.fail(EngineParked())
+        else:
+            serving.add(command)
+
+    @property
+    def _core(self) -> EngineCore:
+        assert self._loaded is not None
+        return self._loaded.core
+
+    def _change(self, serving: Serving, loader: Loader, change: _Park | _Unpark) -> None:
+        """Park or unpark; nothing runs."""
+        try:
+            if isinstance(change, _Park):
+                self._park()
+                change.future.set_result(None)
+            else:
+                change.future.set_result(self._unpark(serving, loader, change.progress))
+        except BaseException as error:
+            closed = isinstance(error, Cancelled) and self._closing.is_set()
+            change.future.set_exception(EngineClosed("Engine") if closed else error)
+
+    def _park(self) -> None:
+        with self._lock:
+            self._refuses = True
+        if not self._parked:
+            self._parked = True  # whatever comes of it
+            self._core.park()
+
+    def _unpark(self, serving: Serving, loader: Loader, progress: ProgressCallback | None) -> Loaded:
+        assert self._loaded is not None
+        if self._parked:
+            self._loaded = self._load(loader, progress, self._loaded)
+            serving.use(self._loaded)
+            self._parked = False
+        with self._lock:
+            self._refuses = False
+        return self._loaded
 
     def _run_call(self, core: EngineCore, call: _Call[Any]) -> None:
         if self._closing.is_set():
             call.future.set_exception(EngineClosed("Engine"))
+            return
+        if self._parked and not call.when_parked:
+            call.future.set_exception(EngineParked())
             return
         self._call = call
         if self._closing.is_set():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pyggml_dflash.engine.acceptance import Chosen
 from pyggml_dflash.engine.graphs import Logits
+from pyggml_dflash.engine.reuse import Continued
 from pyggml_dflash.engine.sampling import Sampler, best
 from pyggml_dflash.engine.speculate import Speculation
 from pyggml_dflash.engine.step import Admission, Phase
@@ -28,6 +29,7 @@ class Seat:
     n_left: int = field(init=False)  # tokens of the answer that may still come
     n_read: int = 0  # tokens of the prompt that are in the slot
     n_cached: int = 0  # of these, tokens that were not computed again
+    prompt: Continued | None = None  # what became of it with stored states; None: they were not looked at
     speculation: Speculation | None = None  # once its prompt is complete, if it drafts or did
     failed_at: int = -1  # `n_past` of the last step that failed
     _runs: Generator[list[Chosen], None, None] | None = None

@@ -31,8 +31,8 @@ class Running(Protocol):
     def cancelled(self) -> bool:
         """True once nobody wants it any more."""
 
-    def begin(self) -> None:
-        """It has a slot."""
+    def begin(self, n_cached: int) -> None:
+        """It has a slot, with so many tokens of its prompt."""
 
     def read(self, granule: Granule) -> bool:
         """More of its prompt was read; True if that is enough."""
@@ -60,6 +60,9 @@ class Waiting(Protocol):
     def cancelled(self) -> bool:
         """True once nobody wants it any more."""
 
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+
     def started(self, loaded: Loaded) -> Running:
         """What runs it; may raise, since it is looked at for the first time."""
 
@@ -72,7 +75,7 @@ class Seated:
     """A request that has a slot, and its number."""
 
     running: Running
-    request: int | None
+    waiting: Waiting  # as it came
 
 
 def _no_news() -> bool:
@@ -108,6 +111,18 @@ class Serving:
         """Put a request into the queue."""
         self._scheduler.add(waiting)
         self._number()
+
+    def use(self, loaded: Loaded) -> None:
+        """Serve with another core, where nothing runs."""
+        assert self.is_idle
+        self._loaded, self._core = loaded, loaded.core
+
+    def cancel_all(self) -> None:
+        """Cancel what runs and what waits."""
+        for waiting in self._scheduler.waiting:
+            waiting.cancel()
+        for seated in self._seated.values():
+            seated.waiting.cancel()
 
     def turn(self) -> None:
         """Let go of what nobody wants, fill free slots, and run a step, or steps while one runs alone."""
@@ -177,9 +192,9 @@ class Serving:
             self._refuse(waiting, error)
             return
         assert id is not None
-        self._seated[id] = Seated(running, waiting.id)
+        self._seated[id] = Seated(running, waiting)
         try:
-            running.begin()
+            running.begin(self._core.seat(id).n_cached)
         except BaseException as error:
             self._fail(id, error)
 
@@ -231,7 +246,7 @@ class Serving:
     def stats(self) -> EngineStats:
         """What the engine does, and did so far."""
         stats = self._core.stats()
-        requests = {id: seated.request for id, seated in self._seated.items()}
+        requests = {id: seated.waiting.id for id, seated in self._seated.items()}
         counts = {name: self._ended[name] for name in ("done", "cancelled", "failed")}
         return replace(
             stats,

@@ -39,6 +39,9 @@ class Admission:
     stop_ids: frozenset[int] = frozenset()  # behind which nothing is wanted
     drafts: bool = False  # tokens may be drafted, if the drafter is free
     width: int | None = None  # rows of every verify forward; None: as cost and acceptance say
+    boundaries: tuple[int, ...] = ()  # where turns begin in the prompt
+    reuses: bool = False  # a stored state may be continued, and states be stored
+    keep_head: bool = False  # the state of its first turn is kept longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +106,3 @@ def _shown(phase: Phase) -> str:
 def granule_of(chunk: int, n_slots: int) -> int:
     """Most rows of a prompt forward in an engine of so many slots."""
     return chunk if n_slots == 1 else min(chunk, GRANULE)
-
-
-def forward_ends(n_tokens: int, limit: int) -> list[int]:
-    """Where the forwards of a prompt end, ascending, each of at most `limit` rows."""
-    return [*range(limit, n_tokens, limit), n_tokens]

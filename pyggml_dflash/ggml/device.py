@@ -104,6 +104,11 @@ def devices() -> tuple[DeviceInfo, ...]:
     return tuple(_info(lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count()))
 
 
+def ggml_version() -> str:
+    """Version and commit of the ggml that was built."""
+    return f"{c_string(lib.ggml_version())} {c_string(lib.ggml_commit())}"
+
+
 def backend_features() -> dict[str, dict[str, str]]:
     """What each back end of this build was compiled with, as ggml tells: {'CPU': {'AVX2': '1'}}."""
     found: dict[str, dict[str, str]] = {}

@@ -51,7 +51,7 @@ class ChunkPlan:
     required: int | None  # all that is resident, a floor-sized chunk, the headroom; None: not measurable
     position_bytes: int  # one context position across every slot
     device: str = ""
-    snapshot_bytes: int = 0  # of `required`: room for snapshots that live on the device
+    snapshot_bytes: int = 0  # of a state at the end of the context, as it is stored
     shares: tuple[DeviceShare, ...] = ()
 
     @property

@@ -91,6 +91,11 @@ def forward_ends(n_tokens: int, cuts: Sequence[int], limit: int) -> list[int]:
     return ends
 
 
+def prompt_ends(n_tokens: int, boundaries: Sequence[int], limit: int) -> list[int]:
+    """Where the forwards of a prompt end, each of at most `limit` tokens, if turns begin at `boundaries`."""
+    return forward_ends(n_tokens, cut_points(n_tokens, boundaries), limit)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturePoint:
     """Where a forward ends and the state is stored; a protected one is kept longer than others."""

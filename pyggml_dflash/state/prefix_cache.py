@@ -20,11 +20,20 @@ from typing import Final, Generic
 import numpy as np
 
 from pyggml_dflash.errors import SnapshotError
-from pyggml_dflash.state.eviction import Limits, Tokens, common_prefix, continues, make_room, superseded
+from pyggml_dflash.options import MAX_PREFIXES
+from pyggml_dflash.state.eviction import (
+    Limits,
+    Tokens,
+    choose_by_bytes,
+    choose_by_count,
+    common_prefix,
+    continues,
+    make_room,
+    superseded,
+)
 from pyggml_dflash.state.fingerprint import Digest, token_key
 from pyggml_dflash.state.prefix_match import CacheCounters, LowerTier, Match, S, Stop
 
-MAX_ENTRIES: Final = 63
 DEFAULT_ENTRIES: Final = 32
 
 TAKEN: Final = "another capture is under way"
@@ -70,7 +79,7 @@ class PrefixCache(Generic[S]):
         max_entries: int = DEFAULT_ENTRIES,
         lower: LowerTier[S] | None = None,
     ) -> None:
-        assert 1 <= max_entries <= MAX_ENTRIES
+        assert 1 <= max_entries <= MAX_PREFIXES
         self._fingerprint, self._lower = fingerprint, lower
         self.limits = Limits(n_entries=max_entries, n_bytes=limit_bytes)
         self.counters = CacheCounters()
@@ -228,13 +237,31 @@ class PrefixCache(Generic[S]):
             self._drop(old)
             self.counters.n_superseded += 1
         for old in victims:
-            self._save(old)
-            self._drop(old)
-            self.counters.n_evicted += 1
+            self._evict(old)
         if entry.key in self._entries:  # the same tokens, or others with the same key
             self._drop(self._entries[entry.key])
         self._entries[entry.key] = entry
         return True
+
+    def resize(self, limits: Limits) -> None:
+        """Other limits; what exceeds them goes, as it would for a new state."""
+        self.limits = limits
+        while self._entries:
+            excess = 0 if limits.n_bytes is None else self.n_bytes - limits.n_bytes
+            if excess > 0:
+                victim = choose_by_bytes(self.entries, excess)
+            elif len(self._entries) > limits.n_entries:
+                victim = choose_by_count(self.entries)
+            else:
+                return
+            if victim is None:  # all are pinned
+                return
+            self._evict(victim)
+
+    def _evict(self, entry: Entry[S]) -> None:
+        self._save(entry)
+        self._drop(entry)
+        self.counters.n_evicted += 1
 
     def _save(self, entry: Entry[S]) -> None:
         if self._lower is not None and not entry.saved and self._lower.save(entry.stored):
@@ -318,6 +345,20 @@ class Ticket(Generic[S]):
             return False
         counters.n_committed += 1
         return True
+
+    def clear_the_way(self, has_room: Callable[[], bool]) -> None:
+        """Let go now of those who have to, one after the other, until there is room: for memory that cannot
+        hold them beside their successor."""
+        cache = self._cache
+        for entry in superseded(cache.entries, self.tokens):
+            if has_room():
+                return
+            cache._drop(entry)
+            cache.counters.n_superseded += 1
+        for entry in self.victims:
+            if has_room():
+                return
+            cache._evict(entry)
 
     def cancel(self) -> None:
         """Give the room back: nothing was captured."""

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeVar
 
+from pyggml_dflash.requests import Tier
 from pyggml_dflash.state.eviction import Tokens
 
 FLOOR_BYTES: Final = 4096 * 2**20  # of an automatic limit with several slots
 
-Tier = Literal["memory", "disk"]
 Stop = Literal["nothing stored", "differs", "no snapshot between", "end of what is stored", "whole prompt"]
 
 
@@ -84,12 +84,15 @@ class CacheCounters:
     skipped: Counter[str] = field(default_factory=Counter)  # captures not worth or not possible, by reason
 
 
-def automatic_limit(snapshot_bytes: int, n_slots: int, available: int) -> int:
+def automatic_limit(
+    snapshot_bytes: int, n_slots: int, available: int, *, floor_bytes: int = FLOOR_BYTES
+) -> int:
     """A limit for snapshots of `snapshot_bytes` at full context: one to continue and one to capture per
     slot, and one that they share.
 
-    At most a quarter of the `available` memory; with several slots at least 4 GiB, or half of what is there.
+    At most a quarter of the `available` memory; with several slots at least `floor_bytes`, or half of what is
+    there.
     """
     wanted = min((2 * n_slots + 1) * snapshot_bytes, available // 4)
-    floor = min(FLOOR_BYTES, available // 2) if n_slots > 1 else 0
+    floor = min(floor_bytes, available // 2) if n_slots > 1 else 0
     return max(wanted, floor)

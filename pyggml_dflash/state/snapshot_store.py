@@ -68,11 +68,18 @@ class SnapshotStore:
     """Captures and restores snapshots of one table of slots. Used on the engine's thread."""
 
     def __init__(
-        self, slots: SlotTable, compute: Backend, memory: SnapshotMemory, *, fingerprint: bytes
+        self,
+        slots: SlotTable,
+        compute: Backend,
+        memory: SnapshotMemory,
+        *,
+        fingerprint: bytes,
+        counters: SnapshotCounters | None = None,
     ) -> None:
+        """`counters`: those of a store before, to go on with."""
         self._slots, self._compute, self.memory = slots, compute, memory
         self.fingerprint = fingerprint
-        self.counters = SnapshotCounters()
+        self.counters = SnapshotCounters() if counters is None else counters
 
     def estimate(self, n_past: int, companion: Companion | None = None) -> int:
         """Bytes of a snapshot at `n_past`."""

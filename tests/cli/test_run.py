@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,3 +166,20 @@ def test_an_unknown_device_exits_2_with_those_that_exist() -> None:
     assert (done.code, done.out) == (2, "")
     assert "'abacus'" in done.err
     assert "CPU" in done.err
+
+
+def test_states_are_stored_where_somebody_can_continue_them(tmp_path: Path) -> None:
+    """One answer stores none, but in a folder; the next run continues it, and says less was read."""
+    folder = ("--kv-cache-dir", str(tmp_path / "states"), "--kv-cache-min-tokens", "1")
+    text = FOX * 30
+    plain = json.loads(told("run", "-p", text, "--json", *FEW))
+    assert plain["reuse"] is None
+    found = [json.loads(told("run", "-p", text, "--json", *FEW, *folder)) for _ in range(2)]
+    assert [result["reuse"]["tier"] for result in found] == [None, "disk"]
+    assert found[1]["usage"]["cached_tokens"] > 100
+    assert {result["text"] for result in (plain, *found)} == {plain["text"]}
+    done = dflash("run", "-p", text, *FEW, *folder)
+    n, n_stored = plain["usage"]["prompt_tokens"], found[1]["usage"]["cached_tokens"]
+    assert f"prompt {n} tokens ({n_stored} stored), " in done.err
+    none = dflash("run", "--prefix-cache-max-mib", "0", "--kv-cache-dir", str(tmp_path), *FEW)
+    assert (none.code, "prefix_cache_max_mib is 0" in none.err) == (2, True)

@@ -36,7 +36,10 @@ def result(n_prompt: int, n_completion: int, *, cached: int = 0) -> GenerationRe
     ("answer", "line"),
     [
         (result(20, 9), "prompt 20 tokens, 10.0 t/s; generated 9 tokens, 2.0 t/s; finish: stop"),
-        (result(20, 9, cached=10), "prompt 20 tokens, 5.0 t/s; generated 9 tokens, 2.0 t/s; finish: stop"),
+        (
+            result(20, 9, cached=10),
+            "prompt 20 tokens (10 stored), 5.0 t/s; generated 9 tokens, 2.0 t/s; finish: stop",
+        ),
         (result(20, 1), "prompt 20 tokens, 10.0 t/s; generated 1 tokens, - t/s; finish: stop"),
         (result(20, 0), "prompt 20 tokens, 10.0 t/s; generated 0 tokens, - t/s; finish: stop"),
     ],

@@ -22,9 +22,9 @@ from pyggml_dflash.engine.step import (
     StepPlan,
     StepReport,
     check_plan,
-    forward_ends,
 )
 from pyggml_dflash.options import SamplingOptions
+from pyggml_dflash.state.cuts import prompt_ends
 
 N_SLOTS, GRANULE = 3, 16
 
@@ -191,7 +191,7 @@ class StepContract:
         self, engine: StepEngine, n: int
     ) -> None:
         engine.admit(self.asked(n))
-        for end in forward_ends(n, GRANULE):
+        for end in prompt_ends(n, (), GRANULE):
             assert engine.phases[0] == "prefill"
             report = engine.step(StepPlan(prefill=(0,)))
             granule = report.completed[0] if end == n else report.advanced[0]

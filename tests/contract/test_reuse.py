@@ -1,28 +1,27 @@
 """Answers do not depend on what is stored: requests that continue stored states equal cold ones, bit by bit.
 
-The flow of a server with the parts of `state`, for every architecture: look up, restore, run the rest of
-the prompt, capture on the way, decode greedily.
+The flow of a server, for every architecture: restore, run the rest of the prompt, capture on the way, decode
+greedily.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pyggml_dflash.arch import ARCHITECTURES
-from pyggml_dflash.state.cuts import TurnMarkers, capture_points, cut_points, forward_ends, turn_boundaries
-from pyggml_dflash.state.disk_tier import DiskTier
+from pyggml_dflash.engine.reuse import Reuse, StoreLimits
+from pyggml_dflash.state.cuts import TurnMarkers, prompt_ends, turn_boundaries
 from pyggml_dflash.state.fingerprint import fingerprint
 from pyggml_dflash.state.prefix_cache import PrefixCache
 from pyggml_dflash.state.prefix_match import Match
 from pyggml_dflash.state.slot import Slot
-from pyggml_dflash.state.snapshot import Snapshot, SnapshotMemory
-from pyggml_dflash.state.snapshot_store import SnapshotStore
+from pyggml_dflash.state.snapshot import Snapshot
 from tests.reference.opened import Floats, Parts, assembled, on_the_cpu
 from tests.tiny import Tiny, tokens, write_tiny
 
@@ -48,76 +47,53 @@ class Answer:
 
 @dataclass(slots=True)
 class Server:
-    """Serves one request after the other with the parts of `state`."""
+    """Serves one request after the other in one slot."""
 
     parts: Parts
-    store: SnapshotStore
-    cache: PrefixCache[Snapshot]
+    reuse: Reuse
     slot: Slot
-    captured: list[int] = field(default_factory=list)
+
+    @property
+    def cache(self) -> PrefixCache[Snapshot]:
+        return self.reuse.cache
 
     def ask(self, prompt: list[int], n_answer: int = 6) -> Answer:
         """The greedy answer to a prompt."""
-        slot, store, cache = self.slot, self.store, self.cache
+        slot, reuse = self.slot, self.reuse
         slot.reset()
-        match = cache.reuse(prompt, lambda snapshot: store.restore(slot, snapshot))
-        assert slot.n_past == match.n_reused
         boundaries = turn_boundaries(prompt, MARKERS)
-        ends = forward_ends(len(prompt), cut_points(len(prompt), boundaries), CHUNK)
-        wanted = {
-            point.position: point.protect
-            for point in capture_points(
-                len(prompt), boundaries, ends, n_restored=match.n_reused, n_common=match.n_common, chunk=CHUNK
-            )
-        }
+        ends = prompt_ends(len(prompt), boundaries, CHUNK)
+        continued = reuse.begin(slot, prompt, boundaries=boundaries, ends=ends)
+        assert slot.n_past == continued.match.n_reused
         for end in ends:
             if end <= slot.n_past:
                 continue
             part = prompt[slot.n_past : end]
             logits = self.parts.forwards.prefill(slot, part, "last")
             slot.commit(len(part))
-            if end in wanted:
-                self.capture(prompt, end, match.n_reused)
+            reuse.after_forward(continued, slot)
         assert logits is not None
         answer = [int(logits[0].argmax())]
         while len(answer) < n_answer:
             answer.append(int(self.parts.forwards.decode(slot, answer[-1]).argmax()))
             slot.commit(1)
-        return Answer(answer, logits[0], match, len(prompt) - match.n_reused)
-
-    def capture(self, prompt: list[int], end: int, n_restored: int) -> None:
-        """Store the state behind the first `end` tokens if there is room."""
-        ticket = self.cache.reserve(prompt, end, self.store.estimate(end), n_restored=n_restored)
-        if ticket is None:
-            return
-        snapshot = self.store.capture(self.slot, prompt[:end])
-        if snapshot is None:
-            ticket.abort()
-        elif ticket.commit(snapshot):
-            self.captured.append(end)
+        return Answer(answer, logits[0], continued.match, len(prompt) - continued.match.n_reused)
 
 
 @contextmanager
 def served(
-    model: Path, *, limit: int | None = None, most: int = 32, folder: Path | None = None, slot: int = 0
+    model: Path, *, limit: int = 2**30, most: int = 32, folder: Path | None = None, slot: int = 0
 ) -> Iterator[Server]:
     """A server; with a folder, states that have to go are kept there."""
     with assembled(on_the_cpu(model, max_ctx=1024, chunk=CHUNK), n_slots=2) as parts:
         mark = fingerprint(b"model", parts.slots.layout, {"chunk": CHUNK})
-        memory = SnapshotMemory(parts.backend, parts.backend, parts.ledger)
-        store = SnapshotStore(parts.slots, parts.backend, memory, fingerprint=mark)
-        lower = None
-        if folder is not None:
-            lower = DiskTier(folder, store.adopt, fingerprint=mark, min_tokens=1)
-        cache: PrefixCache[Snapshot] = PrefixCache(
-            fingerprint=mark, limit_bytes=limit, max_entries=most, lower=lower
-        )
-        yield Server(parts, store, cache, parts.slots.slots[slot])
-        if folder is not None:
-            cache.flush()
-        cache.close()
-        assert memory.n_held == 0
-        assert not store.counters.failed
+        limits = StoreLimits(n_bytes=limit, n_entries=most, folder=folder, folder_bytes=2**30)
+        reuse = Reuse(parts.ledger, limits, fingerprint=mark)
+        reuse.bind(parts.slots, parts.backend, chunk=CHUNK)
+        yield Server(parts, reuse, parts.slots.slots[slot])
+        reuse.close()
+        assert parts.ledger.by_label("CPU").get("snapshots", 0) == 0
+        assert not reuse.stats().capture_failures
 
 
 def assert_same(found: Answer, cold: Answer) -> None:
@@ -188,7 +164,7 @@ def test_answers_do_not_depend_on_the_limit(model: Path, limit_in_states: int) -
     prompts = [*conversation(3), *conversation(3, system=30), *conversation(4)[1:]]
     expected = cold(model, prompts)
     with served(model) as server:
-        limit = limit_in_states * server.store.estimate(100) + 1
+        limit = limit_in_states * server.reuse.store.estimate(100) + 1
     with served(model, limit=limit) as server:
         for prompt, answer in zip(prompts, expected, strict=True):
             assert_same(server.ask(prompt), answer)
@@ -233,7 +209,7 @@ def test_states_in_a_folder_serve_another_process(model: Path, tmp_path: Path) -
     (expected,) = cold(model, [prompt])
     with served(model, folder=tmp_path) as server:
         server.ask(conversation(4)[3])
-        cut = server.captured[-1]
+        cut = server.reuse.list()[-1].n_past
     for n_runs in (1, 2):
         with served(model, folder=tmp_path) as server:
             for _ in range(n_runs):

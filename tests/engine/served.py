@@ -43,6 +43,10 @@ class Reader:
         else:
             self.outcome = event
 
+    def cancel(self) -> None:
+        """Want no more."""
+        self.is_enough = lambda: True
+
     def started(self, loaded: Loaded) -> Generation:
         """The request as it runs."""
         assert self.request is not None

@@ -70,6 +70,7 @@ class Case:
             device="CPU",
             threads=1,
             device_cap={} if cap is None else {"CPU": cap},
+            prefix_cache_max_mib=0,
         )
 
 
@@ -223,6 +224,12 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         spec_width=3,
         mtp_convention="per-stream",
         trim_interval=64,
+        prefix_cache_max_mib=3,
+        prefix_cache_entries=5,
+        snapshot_memory="pinned",
+        kv_cache_dir=tmp_path / "states",
+        kv_cache_budget=7,
+        kv_cache_min_tokens=9,
         nfc=False,
         allow_batch_variance=True,
     )
@@ -483,8 +490,11 @@ def test_a_report_accounts_for_what_is_held(folder: Path) -> None:
         report, held = engine.fit_report(), engine.memory()["CPU"]
     (share,) = report.devices
     assert share.required == sum(share.terms.values()) + share.headroom <= share.available
+    assert 0 < held.pop("snapshots") <= share.terms["snapshots"]
     fixed = {name: n for name, n in held.items() if "graph" not in name}
-    assert fixed == {name: n for name, n in share.terms.items() if "graph" not in name}
+    assert {"snapshots": share.terms["snapshots"], **fixed} == {
+        name: n for name, n in share.terms.items() if "graph" not in name
+    }
     assert report.trace[-1].fits
     assert report.n_ctx == engine.info.n_ctx
 

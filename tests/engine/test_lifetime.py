@@ -188,7 +188,7 @@ def test_an_exception_in_the_block_closes_the_engine_and_is_the_one_that_is_seen
 
 
 def test_a_failed_request_leaves_the_engine_usable() -> None:
-    with opened(LLAMA, max_ctx=256, chunk=8) as engine:
+    with opened(LLAMA, max_ctx=256, chunk=8, prefix_cache_max_mib=0) as engine:
         alone = engine.generate(prompt(100), max_tokens=5).tokens
 
         def fail(progress: Progress) -> None:

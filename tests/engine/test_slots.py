@@ -101,8 +101,9 @@ def serve(loaded: Loaded, arrivals: Sequence[Arrival], *, most_turns: int = 10_0
 
 def seen(result: GenerationResult) -> Mapping[str, object]:
     """What a caller sees of an answer, but for how it came about."""
-    names = ("tokens", "text", "finish_reason", "stop", "usage", "seed")
-    return {name: getattr(result, name) for name in names}
+    names = ("tokens", "text", "finish_reason", "stop", "seed")
+    usage = replace(result.usage, cached_tokens=0)
+    return {"usage": usage, **{name: getattr(result, name) for name in names}}
 
 
 def compare(loaded: Loaded, *, every_time: bool) -> None:

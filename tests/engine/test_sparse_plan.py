@@ -63,6 +63,7 @@ def test_a_full_context_takes_what_was_planned(
         spec=spec,
         device="CPU",
         threads=1,
+        prefix_cache_max_mib=0,
     )
     with built(options) as (made, core, ledger):
         planned = dict(made.fit.devices[0].terms)

@@ -106,7 +106,7 @@ def test_a_width_beyond_the_drafts_block_is_refused() -> None:
 FOUND = pytest.mark.parametrize(("model", "spec"), [(None, "dflash"), (QWEN35, "mtp")])
 
 
-FIXED: dict[str, Any] = {"max_ctx": 1024, "chunk": 64, "fit_margin": "0"}
+FIXED: dict[str, Any] = {"max_ctx": 1024, "chunk": 64, "fit_margin": "0", "prefix_cache_max_mib": 0}
 
 
 def required(model: Path | None, spec: Any) -> int:

@@ -69,6 +69,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
         device="CPU",
         threads=1,
         spec=request.param,
+        prefix_cache_max_mib=0,
         spec_width="auto" if request.param == "off" else 3,
     )
     found = load(options, lambda _: None)

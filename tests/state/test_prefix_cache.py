@@ -21,7 +21,7 @@ from pyggml_dflash.arch.base import StateLayout, StateTensor
 from pyggml_dflash.errors import SnapshotError
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.state import prefix_cache
-from pyggml_dflash.state.eviction import Tokens
+from pyggml_dflash.state.eviction import Limits, Tokens
 from pyggml_dflash.state.fingerprint import PrefixHash, token_key
 from pyggml_dflash.state.prefix_cache import KNOWN, NO_ROOM, NOT_LONGER, TAKEN, PrefixCache, Ticket
 from pyggml_dflash.state.prefix_match import Match, automatic_limit
@@ -525,3 +525,42 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+
+
+# memory that cannot hold a state beside those it replaces
+
+
+def test_a_ticket_lets_go_of_what_has_to_go_until_there_is_room() -> None:
+    shelf = Shelf()
+    cache = cache_of("a", "ab", "x", "y", limit=40, lower=shelf)
+    assert cache.n_bytes == 40
+    ticket = cache.reserve(ids("abc"), 3, 20)
+    assert ticket is not None
+    left: list[int] = []
+
+    def has_room() -> bool:
+        left.append(len(cache.entries))
+        return False
+
+    ticket.clear_the_way(has_room)
+    assert left == [4, 3]
+    assert held(cache) == ["x", "y"]  # 'ab', from which the new one takes over, then the longest unused
+    assert shelf.texts == ["a"]
+    ticket.abort()
+    assert held(cache) == ["x", "y"]
+    cache.close()
+
+
+def test_smaller_limits_let_go_as_for_a_new_state() -> None:
+    cache = cache_of("a", "ab", "x", "y")
+    size = cache.n_bytes
+    cache.resize(Limits(n_entries=3))
+    assert held(cache) == ["a", "x", "y"]
+    cache.resize(Limits(n_entries=3, n_bytes=size // 2))
+    assert held(cache) == ["x", "y"]
+    with cache.pin(ids("y")) as pinned:
+        assert pinned is not None
+        cache.resize(Limits(n_entries=3, n_bytes=0))
+        assert held(cache) == ["y"]
+    cache.resize(Limits(n_entries=3, n_bytes=0))
+    assert held(cache) == []

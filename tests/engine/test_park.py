@@ -1,0 +1,218 @@
+"""Parking gives memory back and keeps what was found out; unparking goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyggml_dflash import Engine, EngineClosed, EngineParked, ModelFileError
+from pyggml_dflash.engine.fit import Planner
+from tests.engine.tiny import PATIENCE_S, QWEN3, QWEN35, opened, prompt
+
+SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+CAP = {"CPU": 6 * 2**20}
+
+
+def qwen(model: Path = QWEN35, **options: Any) -> Engine:
+    return opened(model, **{"max_ctx": 1024, "chunk": 64, **options})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copy(QWEN35, tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_an_engine_goes_on_behind_its_stored_states(spec: str) -> None:
+    text = prompt(600)
+    drafting = {"spec": spec, "spec_width": "auto" if spec == "off" else 3}
+    with qwen(slots=2, **drafting) as engine:
+        first = engine.generate(text, **SHORT)
+        held, stored = engine.memory()["CPU"], engine.snapshots.list()
+        for _ in range(2):
+            engine.park()
+            assert engine.parked
+            assert engine.memory()["CPU"] == {"snapshots": held["snapshots"]}
+            assert engine.snapshots.list() == stored
+            engine.unpark()
+            assert not engine.parked
+            found = engine.generate(text, **SHORT)
+            assert found.usage.cached_tokens == stored[-1].n_past > 500
+            assert found.tokens == first.tokens
+            if first.speculation is not None:
+                assert found.speculation is not None
+                assert found.speculation.accepted == first.speculation.accepted
+        assert {name: n for name, n in engine.memory()["CPU"].items() if "graph" not in name} == {
+            name: n for name, n in held.items() if "graph" not in name
+        }
+
+
+def test_context_and_chunk_stay_and_nothing_is_fitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p11: the search runs once, whatever is free later."""
+    searches = []
+    search = Planner.search
+
+    def counted(self: Planner, start: int) -> Any:
+        searches.append(start)
+        return search(self, start)
+
+    monkeypatch.setattr(Planner, "search", counted)
+    with qwen(max_ctx="auto", chunk="auto", device_cap=CAP) as engine:
+        info, report = engine.info, engine.fit_report()
+        assert info.n_ctx < info.n_ctx_train
+        assert len(searches) == 1
+        for _ in range(3):
+            engine.park()
+            engine.unpark()
+            assert (engine.info, engine.fit_report()) == (info, report)
+            engine.generate(prompt(info.n_ctx - 6), **SHORT)
+        assert len(searches) == 1
+        assert engine.stats().peak_bytes["CPU"] <= CAP["CPU"]
+
+
+def test_a_drafter_that_was_left_out_stays_out() -> None:
+    with qwen(prefix_cache_max_mib=0, fit_margin="0") as plain:
+        cap = {"CPU": sum(plain.fit_report().devices[0].terms.values()) + 1000}
+    with qwen(spec="auto", device_cap=cap, prefix_cache_max_mib=0, fit_margin="0") as engine:
+        info = engine.info
+        assert (info.spec, str(info.spec_reason)[:8]) == ("off", "drafting")
+        engine.park()
+        engine.unpark()
+        assert engine.info == info
+
+
+# requests
+
+
+def test_a_parked_engine_refuses_work_and_answers_questions() -> None:
+    with qwen() as engine:
+        engine.generate(prompt(20), **SHORT)
+        engine.park()
+        for call in (
+            lambda: engine.generate(prompt(5)),
+            lambda: engine.stream(prompt(5)),
+            lambda: engine.score([1, 2, 3]),
+            lambda: engine.logits([1, 2, 3]),
+            lambda: engine.trim(),
+        ):
+            with pytest.raises(EngineParked, match=r"the engine is parked; unpark\(\) brings it back"):
+                call()
+        stats = engine.stats()
+        assert (stats.requests.running, stats.requests.waiting, stats.requests.done) == (0, 0, 1)
+        assert engine.tokenize("a")
+        engine.park()
+        engine.unpark()
+        engine.unpark()
+        assert len(engine.generate(prompt(5), **SHORT).tokens) == 6
+
+
+def test_what_runs_and_waits_is_answered_before_the_engine_parks() -> None:
+    with qwen(slots=2) as engine:
+        alone = [engine.generate(prompt(50, seed=i), max_tokens=40, ignore_eos=True) for i in range(5)]
+        streams = [engine.stream(prompt(50, seed=i), max_tokens=40, ignore_eos=True) for i in range(5)]
+        engine.park()
+        assert all(stream.state.phase == "done" for stream in streams)
+        assert [stream.result.tokens for stream in streams] == [result.tokens for result in alone]
+
+
+def test_what_runs_and_waits_can_be_cancelled_instead() -> None:
+    with qwen(slots=2, max_ctx=4096) as engine:
+        streams = [engine.stream(prompt(50, seed=i), ignore_eos=True) for i in range(5)]
+        next(streams[0])
+        engine.park(cancel=True)
+        assert [stream.result.finish_reason for stream in streams] == ["cancelled"] * 5
+        assert engine.stats().requests.cancelled == 5
+        engine.unpark()
+        assert len(engine.generate(prompt(5), **SHORT).tokens) == 6
+
+
+def test_threads_that_park_unpark_and_ask_all_come_to_an_end() -> None:
+    expected = {}
+    with qwen() as engine:
+        for seed in range(4):
+            expected[seed] = engine.generate(prompt(30, seed=seed), **SHORT).tokens
+        wrong: list[object] = []
+
+        def ask(seed: int) -> None:
+            for _ in range(6):
+                try:
+                    tokens = engine.generate(prompt(30, seed=seed), **SHORT).tokens
+                except EngineParked:
+                    continue
+                if tokens != expected[seed]:
+                    wrong.append(tokens)
+
+        def move() -> None:
+            for _ in range(3):
+                engine.park()
+                engine.unpark()
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+        threads += [threading.Thread(target=move) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        assert wrong == []
+        engine.unpark()
+        assert engine.generate(prompt(30, seed=1), **SHORT).tokens == expected[1]
+
+
+# failures
+
+
+def test_a_failure_leaves_the_engine_parked_with_its_states(model: Path) -> None:
+    with qwen(model) as engine:
+        first = engine.generate(prompt(600), **SHORT)
+        engine.park()
+        held = engine.memory()
+        away = model.rename(model.with_suffix(".away"))
+        for _ in range(2):
+            with pytest.raises(ModelFileError):
+                engine.unpark()
+            assert engine.parked
+            assert engine.memory() == held
+            with pytest.raises(EngineParked):
+                engine.generate(prompt(5))
+        away.rename(model)
+        engine.unpark()
+        found = engine.generate(prompt(600), **SHORT)
+        assert (found.tokens, found.usage.cached_tokens > 500) == (first.tokens, True)
+
+
+def test_a_file_that_changed_meanwhile_loses_its_states(model: Path) -> None:
+    with qwen(model) as engine:
+        engine.generate(prompt(600), **SHORT)
+        engine.park()
+        model.touch()
+        engine.unpark()
+        assert engine.snapshots.list() == ()
+        assert engine.generate(prompt(600), **SHORT).usage.cached_tokens == 0
+
+
+def test_a_load_that_is_given_up_leaves_the_engine_parked() -> None:
+    with qwen(QWEN3) as engine:  # some of its weights are copied, which is told
+        engine.park()
+
+        def fail(_: object) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            engine.unpark(progress=fail)
+        assert engine.parked
+
+
+def test_a_parked_engine_can_be_closed(tmp_path: Path) -> None:
+    engine = qwen(kv_cache_dir=tmp_path)
+    engine.generate(prompt(600), **SHORT)
+    engine.park()
+    assert len(list(tmp_path.glob("*.dfsnap"))) == 1  # what the folder lacks is saved at once
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.unpark()

@@ -47,7 +47,7 @@ else:
 VENDOR = ROOT / "vendor"
 TREE = ROOT / "pyggml_dflash" / "ggml"
 NATIVE = ("CMakeLists.txt", "module.c", "cdef", "overlay")  # of vendor/, what CMake and cffi read
-CDEFS = ("ggml", "ggml-backend", "ggml-alloc", "ggml-cpu", "gguf", "overlay", "module")
+CDEFS = ("ggml", "ggml-backend", "ggml-alloc", "ggml-cpu", "ggml-rpc", "gguf", "overlay", "module")
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 INFO = "lib/build.json"
 

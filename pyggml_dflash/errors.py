@@ -11,6 +11,7 @@
     ├── DeviceMemoryError           exit 1   an allocation failed; the engine stays usable
     ├── SnapshotError               exit 1   a stored state cannot be used here; nothing was changed
     ├── BackendError                exit 1   ggml reported a failure, or the library is missing
+    │   └── DeviceLostError                  a worker behind the network is gone: open the engine again
     ├── EngineClosed                exit 1   use after close
     ├── EngineParked                exit 1   the engine's memory was given back; unpark it first
     └── Cancelled                   exit 130 the request was cancelled before it ended
@@ -143,6 +144,14 @@ class SnapshotError(DflashError):
 
 class BackendError(DflashError):
     """ggml reported a failure, or its library cannot be loaded."""
+
+
+class DeviceLostError(BackendError):
+    """A device of another process no longer answers; what it held is gone, and its engine of no more use."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        super().__init__(f"{device} no longer answers; start the worker again and open the engine anew")
 
 
 class EngineClosed(DflashError):

@@ -37,7 +37,7 @@ GGML = {
     "CMakeLists.txt": """
         cmake_minimum_required(VERSION 3.14...3.28)
         project(ggml C)
-        foreach(name ggml-base ggml-cpu ggml-rpc ggml)
+        foreach(name ggml-base ggml-cpu ggml)
             add_library(${name} SHARED src/ggml.c)
             target_include_directories(${name} PUBLIC include)
         endforeach()
@@ -385,14 +385,14 @@ def test_every_function_of_the_cdefs_is_checked_against_the_headers(build: Modul
 def small(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Any, Path]]:
-    """Options for a build of the stand-in ggml, and an empty tree to put it into."""
+    """Options for a build of the stand-in ggml, which has no RPC, and an empty tree to put it into."""
     monkeypatch.setattr(build, "emit_module", lambda target: target.write_text(MODULE))
     source = write_files(tmp_path / "small", {**GGML, "LICENSE": "MIT\n"})
     (tmp_path / "tree").mkdir()
 
     def options(**env: str) -> tuple[Any, Path]:
         env |= {"DFLASH_GGML_SOURCE": str(source), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return build.read_options(env), tmp_path / "tree"
+        return build.read_options({"CMAKE_ARGS": "-DGGML_RPC=OFF", **env}), tmp_path / "tree"
 
     return options
 
@@ -403,7 +403,7 @@ def test_a_build_is_complete_and_a_second_run_does_nothing(
     options, tree = small()
     assert build.build_into_tree(options, tree)
     names = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
-    libraries = {f"lib/lib{name}-dflash.so" for name in ("ggml", "ggml-base", "ggml-cpu", "ggml-rpc")}
+    libraries = {f"lib/lib{name}-dflash.so" for name in ("ggml", "ggml-base", "ggml-cpu")}
     assert names == libraries | {f"_ggml{build.SUFFIX}", "lib/build.json", "lib/LICENSE.ggml"}
     assert set(build.wheel_files(build.build(options)).values()) == {f"pyggml_dflash/ggml/{n}" for n in names}
     run = subprocess.run(

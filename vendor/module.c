@@ -4,10 +4,15 @@
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
+#include "ggml-rpc.h"
 #include "gguf.h"
 #include "ggml-impl.h"         /* struct ggml_cgraph */
 #include "ggml-backend-impl.h" /* what a backend does to a graph before it is allocated */
 #include "cdef/overlay.h"
+
+typedef ggml_backend_reg_t (*ggml_backend_rpc_add_server_t)(const char *endpoint);
+typedef void (*ggml_backend_rpc_start_server_t)(const char *endpoint, const char *cache_dir, size_t n_threads,
+    size_t n_devices, ggml_backend_dev_t *devices);
 
 #include <stdlib.h>
 #include <string.h>
@@ -88,7 +93,8 @@ static size_t dflash_find_dep(const struct dflash_deps *deps, const struct ggml_
 
 static struct ggml_cgraph *dflash_copy_with_deps(
     struct ggml_cgraph *graph, const struct dflash_deps *deps, struct ggml_context **owner) {
-    const size_t size = (size_t) graph->size + deps->n;
+    const int n_own = graph->size > graph->n_nodes ? graph->size : graph->n_nodes; /* a part has no size */
+    const size_t size = (size_t) n_own + deps->n;
     struct ggml_init_params params = {
         /* .mem_size   = */ ggml_tensor_overhead() * (deps->n + 1) + ggml_graph_overhead_custom(size, false),
         /* .mem_buffer = */ NULL,
@@ -137,4 +143,23 @@ static struct ggml_cgraph *dflash_prepare_graph(
     }
     free(deps.items);
     return prepared;
+}
+
+static struct ggml_cgraph *dflash_graph_part(struct ggml_cgraph *graph, int first, int last) {
+    struct ggml_cgraph *part = malloc(sizeof(*part));
+    if (part != NULL) {
+        *part = ggml_graph_view(graph, first, last);
+    }
+    return part;
+}
+
+static int dflash_copy_leafs(const struct ggml_cgraph *from, struct ggml_cgraph *to) {
+    for (int i = 0; i < from->n_leafs && to->n_leafs < to->size; i++) {
+        to->leafs[to->n_leafs++] = from->leafs[i];
+    }
+    return to->n_leafs;
+}
+
+static void dflash_free_part(struct ggml_cgraph *part) {
+    free(part);
 }

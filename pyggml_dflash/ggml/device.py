@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pyggml_dflash.errors import BackendError, UsageError
+from pyggml_dflash.errors import BackendError, DeviceLostError, UsageError
+from pyggml_dflash.ggml import rpc
 from pyggml_dflash.ggml.ffi import CData, c_string, ffi, lib
 from pyggml_dflash.ggml.handle import Handle, check_pointer
 
@@ -20,7 +21,7 @@ UNSAFE_LAYOUTS: Final = frozenset({"AMX"})
 # compute wrong logits (off by up to 17 on an H200; 0.3, as without graphs, once it is off).
 SAFE_ENVIRONMENT: Final = {"GGML_CUDA_PDL": "0"}
 
-DeviceKind = Literal["cpu", "gpu", "igpu", "accel", "meta"]
+DeviceKind = Literal["cpu", "gpu", "igpu", "accel", "meta", "rpc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +81,19 @@ def _cgroup_limit() -> tuple[int | None, int]:
     return (None, 0) if limit == "max" else (int(limit), max(0, used - reclaimable))
 
 
+def _memory(dev: CData) -> tuple[int, int]:
+    """(free, total) bytes as the device tells."""
+    sizes = ffi.new("size_t[2]")
+    lib.ggml_backend_dev_memory(dev, sizes, sizes + 1)
+    return int(sizes[0]), int(sizes[1])
+
+
 def _info(dev: CData) -> DeviceInfo:
     kind = _kinds().get(lib.ggml_backend_dev_type(dev), "accel")
     if kind == "cpu":
         free, total = host_memory()
     else:
-        sizes = ffi.new("size_t[2]")
-        lib.ggml_backend_dev_memory(dev, sizes, sizes + 1)
-        free, total = int(sizes[0]), int(sizes[1])
+        free, total = _memory(dev)
     return DeviceInfo(
         name=c_string(lib.ggml_backend_dev_name(dev)),
         description=c_string(lib.ggml_backend_dev_description(dev)).strip(),
@@ -125,18 +131,47 @@ def backend_features() -> dict[str, dict[str, str]]:
     return found
 
 
-def choose_device(name: str | None) -> DeviceInfo:
-    """The device called `name` (any case), or the first GPU, or the CPU.
+def worker_devices(name: str) -> tuple[DeviceInfo, ...]:
+    """Every device of the worker at 'rpc://HOST:PORT'; nobody there raises `BackendError`."""
+    endpoint, _ = rpc.split_name(name)
+    return tuple(
+        DeviceInfo(
+            name=d.name,
+            description=f"worker at {endpoint}",
+            kind="rpc",
+            registry="RPC",
+            memory_free=d.memory_free,
+            memory_total=d.memory_total,
+            is_host=False,
+        )
+        for d in rpc.ask_worker(endpoint)
+    )
+
+
+def named_device(name: str, present: tuple[DeviceInfo, ...] | None = None) -> DeviceInfo:
+    """The device called `name` (any case) among those of this build, or a worker's at 'rpc://HOST:PORT'.
 
     An unknown name raises `UsageError` with the names that exist.
     """
+    if name.lower().startswith(rpc.SCHEME):
+        _, index = rpc.split_name(name.lower())
+        found = worker_devices(name.lower())
+        if index >= len(found):
+            raise UsageError(f"device is {name!r}; that worker has {len(found)}, counted from 0")
+        return found[index]
+    present = devices() if present is None else present
+    for device in present:
+        if device.name.lower() == name.lower():
+            return device
+    names = ", ".join(d.name for d in present)
+    raise UsageError(f"device is {name!r}; this build has {names}")
+
+
+def choose_device(name: str | None) -> DeviceInfo:
+    """The device called `name`, as `named_device` finds it, or the first GPU, or the CPU."""
     present = devices()
     if name is not None:
-        for device in present:
-            if device.name.lower() == name.lower():
-                return device
-        names = ", ".join(d.name for d in present)
-        raise UsageError(f"device is {name!r}; this build has {names}")
+        return named_device(name, present)
     for kind in ("gpu", "igpu", "cpu"):
         for device in present:
             if device.kind == kind:
@@ -181,26 +216,79 @@ def check_threads(n: int) -> None:
 
 
 class Backend(Handle):
-    """A stream of work on one device. Freed last of all native objects."""
+    """A stream of work on one device. Freed last of all native objects.
 
-    __slots__ = ("_device", "info", "n_threads")
+    `peers` are backends of other devices that graphs of this one may use too; it does not own them.
+    """
 
-    def __init__(self, info: DeviceInfo, *, threads: int | None = None) -> None:
+    __slots__ = ("_device", "_endpoint", "_n_failures", "info", "n_threads", "peers")
+
+    def __init__(
+        self, info: DeviceInfo, *, threads: int | None = None, peers: tuple[Backend, ...] = ()
+    ) -> None:
         for name, value in SAFE_ENVIRONMENT.items():  # ggml reads it at its first kernel
             os.environ.setdefault(name, value)
-        device = check_pointer(lib.ggml_backend_dev_by_name(info.name.encode()), f"device {info.name}")
-        super().__init__(lib.ggml_backend_dev_init(device, ffi.NULL), lib.ggml_backend_free)
-        self._device = device
-        self.info = info
+        self.info, self.peers = info, peers
         self.n_threads = threads or physical_cores()
-        if info.kind == "cpu":
-            try:
-                check_threads(self.n_threads)
-            except BaseException:
-                self.close()
-                raise
-        if info.kind == "cpu":
+        self._endpoint: rpc.Endpoint | None = None
+        self._n_failures = rpc.n_failures()
+        self._device = self._connected() if info.kind == "rpc" else self._listed()
+        try:
+            super().__init__(lib.ggml_backend_dev_init(self._device, ffi.NULL), lib.ggml_backend_free)
+        except BaseException:
+            self._let_go()
+            raise
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _listed(self) -> CData:
+        name = self.info.name
+        return check_pointer(lib.ggml_backend_dev_by_name(name.encode()), f"device {name}")
+
+    def _connected(self) -> CData:
+        endpoint, index = rpc.split_name(self.info.name)
+        if not rpc.CONNECTIONS.is_held(endpoint):
+            rpc.ask_worker(endpoint)
+        rpc.CONNECTIONS.take(endpoint)
+        self._endpoint = endpoint
+        try:
+            return rpc.worker_device(endpoint, index)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin(self) -> None:
+        self.check_alive()
+        if self.info.kind == "cpu":
+            check_threads(self.n_threads)
             lib.ggml_backend_cpu_set_n_threads(self.ptr, self.n_threads)
+
+    def check_alive(self) -> None:
+        """Raise `DeviceLostError` if this device no longer answers; costs a message only after a failure."""
+        n = rpc.n_failures()
+        if self._endpoint is None or n == self._n_failures:
+            return
+        if _memory(self._device)[1] == 0:
+            raise DeviceLostError(self.name)
+        self._n_failures = n  # that was another one
+
+    def close(self) -> None:
+        """Free the stream; a second call does nothing."""
+        super().close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._endpoint is not None:
+            rpc.CONNECTIONS.give_back(self._endpoint)
+            self._endpoint = None
+
+    @property
+    def all(self) -> tuple[Backend, ...]:
+        """This backend and its peers."""
+        return (self, *self.peers)
 
     @property
     def name(self) -> str:

@@ -23,3 +23,11 @@ ggml_backend_dev_t dflash_mirrored_device(ggml_backend_dev_t *devs, size_t n_dev
    no memory. */
 struct ggml_cgraph *dflash_prepare_graph(
     ggml_backend_t backend, struct ggml_cgraph *graph, struct ggml_context **owner);
+
+/* The nodes [first, last) of a graph as one of its own, which shares them; dflash_free_part frees it. NULL: no
+   memory. */
+struct ggml_cgraph *dflash_graph_part(struct ggml_cgraph *graph, int first, int last);
+void dflash_free_part(struct ggml_cgraph *part);
+
+/* Lists what one graph only reads in another as well, since allocators count by these lists; how many there are. */
+int dflash_copy_leafs(const struct ggml_cgraph *from, struct ggml_cgraph *to);

@@ -29,3 +29,7 @@ size_t ggml_backend_cuda_trim_pool(ggml_backend_t backend);
 
 /* Fills stats with sums over all ranks, zeros for other backends. Waits for nothing. */
 void ggml_backend_cuda_pool_stats(ggml_backend_t backend, struct dflash_pool_stats *stats);
+
+/* How often a worker behind ggml's RPC back end did not answer, in this process. Whoever sees the number grow
+   asks its devices whether they still have memory: one that is lost answers zeros to everything. */
+int dflash_rpc_failures(void);

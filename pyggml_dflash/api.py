@@ -31,9 +31,10 @@ from pyggml_dflash.engine.handle import RequestHandle
 from pyggml_dflash.engine.loader import EngineInfo, Loaded, load, reload
 from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
+from pyggml_dflash.engine.rpc_worker import serve_worker
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices
+from pyggml_dflash.ggml.device import DeviceInfo, backend_features, devices, worker_devices
 from pyggml_dflash.model.answer import (
     AnswerEvent,
     CallArguments,
@@ -57,6 +58,7 @@ from pyggml_dflash.options import (
     SamplingOptions,
     SnapshotKind,
     Spec,
+    Split,
     Switch,
     as_path,
     check_int,
@@ -267,6 +269,10 @@ class Engine:
         allow_batch_variance: bool = False,
         chunk: int | Auto = "auto",
         device: str | None = None,
+        devices: Sequence[str] = (),
+        split: Split = "auto",
+        tensor_split: Sequence[float] = (),
+        expert_device: str | None = None,
         device_cap: Mapping[str, int] | None = None,
         device_reserve_mib: int = 0,
         fit_margin: str = "10%",
@@ -304,6 +310,10 @@ class Engine:
             allow_batch_variance=allow_batch_variance,
             chunk=chunk,
             device=device,
+            devices=(devices,) if isinstance(devices, str) else tuple(devices),
+            split=split,
+            tensor_split=tuple(tensor_split),
+            expert_device=expert_device,
             device_cap={} if device_cap is None else device_cap,
             device_reserve_mib=device_reserve_mib,
             fit_margin=fit_margin,
@@ -798,4 +808,6 @@ __all__ = [
     "devices",
     "fit_report",
     "inspect_model",
+    "serve_worker",
+    "worker_devices",
 ]

@@ -21,6 +21,7 @@ KVType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Auto = Literal["auto"]
 Switch = Literal["auto", "on", "off"]
 Spec = Literal["auto", "off", "dflash", "mtp"]
+Split = Literal["auto", "none", "experts", "layers"]
 # How an MTP block of qwen4exp reads the trunk's streams, where published programs differ: normalised all
 # together, or each on its own; llama.cpp does the latter and pairs the first token with a row of zeros.
 MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
@@ -149,7 +150,11 @@ class EngineOptions:
     queue_limit: int | None = None  # most requests that wait for a slot; more are refused; None: any number
     allow_batch_variance: bool = False  # decode slots together even where a row is then rounded otherwise
     chunk: int | Auto = "auto"  # prompt rows per prefill forward
-    device: str | None = None  # as `dflash devices` lists them; None: the first GPU, else the CPU
+    device: str | None = None  # as `dflash devices` lists them; None: the roomiest GPU, else the CPU
+    devices: tuple[str, ...] = ()  # that share the layers, the target first; or the one device
+    split: Split = "auto"  # auto: one device if the model fits there, else what fits
+    tensor_split: tuple[float, ...] = ()  # parts of the layers, one for each of `devices`; (): by free memory
+    expert_device: str | None = None  # for the routed experts, beside `device`
     device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
     device_reserve_mib: int = 0  # memory of the device that is taken and left alone
     fit_margin: str = "10%"  # left free by a fit: a part of what is free, or MiB as in '512'
@@ -180,6 +185,7 @@ class EngineOptions:
             check_int("chunk", self.chunk, 1, 32768)
         if self.device is not None and not isinstance(self.device, str):
             raise refusal("device", self.device, "it must be a device's name or None")
+        self._check_split()
         if self.threads is not None:
             check_int("threads", self.threads, 1, 512)
         check_choice("cache_type_k", self.cache_type_k, KV_TYPES)
@@ -219,6 +225,21 @@ class EngineOptions:
             check_choice("trim_interval", self.trim_interval, ("auto",))
         elif self.trim_interval is not None:
             check_int("trim_interval", self.trim_interval, 0)
+
+    def _check_split(self) -> None:
+        check_choice("split", self.split, get_args(Split))
+        for option in ("devices", "tensor_split"):
+            if not isinstance(getattr(self, option), tuple):
+                raise refusal(
+                    option, getattr(self, option), "it must be a tuple, with an entry for each device"
+                )
+        for name in self.devices:
+            if not isinstance(name, str) or not name:
+                raise refusal("devices", name, "it must be a device's name")
+        if self.expert_device is not None and not isinstance(self.expert_device, str):
+            raise refusal("expert_device", self.expert_device, "it must be a device's name or None")
+        for part in self.tensor_split:
+            check_number("tensor_split", part, 0, 1e6, above=True)
 
     def _check_speculation(self) -> None:
         check_choice("spec", self.spec, get_args(Spec))

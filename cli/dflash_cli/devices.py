@@ -11,13 +11,15 @@ from pyggml_dflash.errors import human_bytes
 
 
 @click.command()
+@click.argument("worker", nargs=-1)
 @JSON
-def devices(as_json: bool) -> None:
+def devices(worker: tuple[str, ...], as_json: bool) -> None:
     """List the devices that this build can compute on.
 
-    Names are those that --device takes; memory is what is free now.
+    Names are those that --device takes; memory is what is free now. Devices of workers are listed where
+    WORKER names them, as in rpc://HOST:PORT.
     """
-    found = api.devices()
+    found = [*api.devices(), *(device for name in worker for device in api.worker_devices(name))]
     if as_json:
         print_json(found)
         return

@@ -15,10 +15,10 @@ from typing import Any, Final, TypeVar, get_args
 import click
 
 from dflash_cli.constraint_flags import constraint_options
+from dflash_cli.device_flags import DEVICES
 from dflash_cli.params import (
     ChunkSize,
     ContextLength,
-    DeviceCap,
     DraftPath,
     Folder,
     MaxContext,
@@ -44,6 +44,7 @@ from pyggml_dflash.options import (
     SamplingOptions,
     SnapshotKind,
     Spec,
+    Split,
     Switch,
     check_int,
 )
@@ -136,22 +137,7 @@ _ENGINE: Final = (
         show_default=True,
         help="Prompt tokens of one forward, or 'auto'.",
     ),
-    click.option(
-        "--device", help="Device by its name in 'dflash devices'.  [default: the first GPU, else the CPU]"
-    ),
-    click.option(
-        "--device-cap",
-        type=DeviceCap(),
-        multiple=True,
-        help="Most memory to hold on a device, in MiB or as in CUDA0=24GiB; repeatable.",
-    ),
-    click.option(
-        "--device-reserve-mib",
-        type=WholeNumber(),
-        default=0,
-        show_default=True,
-        help="Take this much memory of the device and leave it alone.",
-    ),
+    *DEVICES,
     click.option(
         "--fit-margin",
         default="10%",
@@ -315,6 +301,10 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         allow_batch_variance: bool,
         chunk: int | Auto,
         device: str | None,
+        devices: tuple[str, ...],
+        split: Split,
+        tensor_split: tuple[float, ...],
+        expert_device: str | None,
         device_cap: tuple[tuple[str, int], ...],
         device_reserve_mib: int,
         fit_margin: str,
@@ -346,6 +336,10 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             allow_batch_variance=allow_batch_variance,
             chunk=chunk,
             device=device,
+            devices=devices,
+            split=split,
+            tensor_split=tensor_split,
+            expert_device=expert_device,
             device_cap=_by_name("--device-cap", device_cap),
             device_reserve_mib=device_reserve_mib,
             fit_margin=fit_margin,

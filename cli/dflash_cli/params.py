@@ -82,6 +82,40 @@ class DeviceCap(Param):
         return device, int(float(match[1]) * _SIZES[match[2] or "MiB"])
 
 
+class DeviceNames(Param):
+    """Names of devices with commas between them."""
+
+    name = "device,device"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """The names."""
+        if isinstance(value, tuple):
+            return value
+        names = tuple(name.strip() for name in value.split(","))
+        if not all(names):
+            self.fail(f"{value!r} leaves a name out; pass names of devices as in CUDA0,CUDA1.")
+        return names
+
+
+class Parts(Param):
+    """Numbers above 0 with commas between them."""
+
+    name = "part,part"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        parts = tuple(part.strip() for part in value.split(","))
+        if not all(re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", part) and float(part) > 0 for part in parts):
+            self.fail(f"{value!r} is no list of parts; pass one above 0 for each device as in 1,3.")
+        return tuple(map(float, parts))
+
+
 class TrimInterval(Param):
     """Tokens between two trims, 'off' or 'auto'."""
 

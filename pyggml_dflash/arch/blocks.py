@@ -43,7 +43,8 @@ def last_row(g: GraphBuilder, x: Tensor, step: Step) -> Tensor:
 
 def head(g: GraphBuilder, weights: LoadedWeights, x: Tensor) -> Tensor:
     """Logits [n_vocab, rows] of normalised rows."""
-    return g.mul_mat(weights[HEAD], x)
+    with g.at(weights[HEAD]):
+        return g.mul_mat(weights[HEAD], x)
 
 
 def rope_params(rope: RopeConfig) -> RopeParams:
@@ -191,7 +192,7 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
 
     x [n_embd, M] -> [n_embd, M]; router arithmetic is F32.
     """
-    n_embd, n_tokens = x.shape[0], x.shape[1]
+    n_tokens = x.shape[1]
     probabilities = g.soft_max(w.linear(g, "ffn_gate_inp", x))  # [n_expert, M]
     chosen = g.top_k(probabilities, moe.n_used)  # [n_used, M]
     weights = g.get_rows(g.reshape(probabilities, 1, moe.n_expert, n_tokens), chosen)  # [1, n_used, M]
@@ -200,19 +201,28 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     if moe.weight_scale not in (0.0, 1.0):
         weights = g.scale(weights, moe.weight_scale)
 
-    rows = g.reshape(x, n_embd, 1, n_tokens)
-    hidden = _expert_hidden(g, w, rows, chosen, moe)
+    with g.at(w["ffn_down_exps.weight"]):  # only sums come back
+        total = _routed(g, w, x, chosen, weights, moe)
+    if moe.shared_ff_dim == 0:
+        return total
+    shared = feed_forward(g, w, x, suffix="_shexp")
+    gate = g.sigmoid(g.mul_mat(w["ffn_gate_inp_shexp.weight"], x))  # [1, M]
+    return g.add(total, g.mul(shared, gate))
+
+
+def _routed(
+    g: GraphBuilder, w: BlockWeights, x: Tensor, chosen: Tensor, weights: Tensor, moe: MoeConfig
+) -> Tensor:
+    """The weighted sum of the chosen experts: x [n_embd, M], weights [n_used, M] -> [n_embd, M]."""
+    n_embd, n_tokens = x.shape[0], x.shape[1]
+    hidden = _expert_hidden(g, w, g.reshape(x, n_embd, 1, n_tokens), chosen, moe)
     out = _expert_linear(g, w, "ffn_down_exps", hidden, chosen)  # [n_embd, n_used, M]
     out = g.mul(out, g.reshape(weights, 1, moe.n_used, n_tokens))
     stride, row = out.strides[1], out.strides[2]
     total = g.view(out, (n_embd, n_tokens), (row,), 0)
     for i in range(1, moe.n_used):
         total = g.add(total, g.view(out, (n_embd, n_tokens), (row,), i * stride))
-    if moe.shared_ff_dim == 0:
-        return total
-    shared = feed_forward(g, w, x, suffix="_shexp")
-    gate = g.sigmoid(g.mul_mat(w["ffn_gate_inp_shexp.weight"], x))  # [1, M]
-    return g.add(total, g.mul(shared, gate))
+    return total
 
 
 def _expert_linear(g: GraphBuilder, w: BlockWeights, name: str, x: Tensor, chosen: Tensor) -> Tensor:
@@ -259,6 +269,7 @@ def decode(
     step.show("h_embed", x)
     for i in range(config.n_layer):
         w, last = weights.block(i), i == config.n_layer - 1
+        g.follow(w["attn_norm.weight"])
         step.capture_layer(g, i, x)
         h = mix(i, norm(g, x, w["attn_norm.weight"], config.norm_eps))
         if last and step.key.output == "none" and not step.needs_all_rows:
@@ -271,6 +282,7 @@ def decode(
         step.show(f"h_ffn{i}", h)
         x = g.add(h, x)
         step.show(f"h_layer{i}", x)
+    g.follow(weights["output_norm.weight"])
     x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
     step.show("h_final", x)
     step.capture_hidden(g, x)

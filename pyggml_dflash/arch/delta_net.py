@@ -246,6 +246,7 @@ def commit_delta(
     for i, recurrent in enumerate(config.recurrent):
         if not recurrent:
             continue
+        g.follow(state[f"blk.{i}.memory"])
         now = slot_state(g, config, state, i, commit.slot)
         if commit.update == "replay":
             rows = recorded_rows(g, record, i, commit.n_keep)

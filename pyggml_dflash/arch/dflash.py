@@ -179,7 +179,11 @@ def _convolve(
 
 
 def build_logits(g: GraphBuilder, config: DraftConfig, head: Tensor, hidden: Tensor) -> Tensor:
-    """Logits F32 [n_vocab, rows] of normalised rows through the target's head, scaled and capped."""
+    """Logits F32 [n_vocab, rows] of normalised rows through the target's head, scaled and capped.
+
+    What is built next runs where the head is, so that the logits stay there.
+    """
+    g.follow(head)
     logits = g.mul_mat(head, hidden)
     if config.logit_scale != 1.0:
         logits = g.scale(logits, config.logit_scale)
@@ -205,6 +209,8 @@ def build_candidates(
     n, rank = config.selector.n_candidates, config.selector.rank
     n_vocab, rows = logits.shape[0], logits.shape[1]
     ids = g.best_k(logits, n)
+    unary = g.reshape(g.get_rows(g.reshape(logits, 1, n_vocab, rows), ids), n, 1, rows)
+    g.follow(weights["selector_hidden.weight"])
     flat = g.reshape(ids, n * rows)
     successors = g.reshape(g.get_rows(weights["selector_successor.weight"], flat), rank, n, rows)
     table = weights["selector_predecessor.weight"]
@@ -214,7 +220,6 @@ def build_candidates(
         predecessors = g.concat(predecessors, g.reshape(before, rank, n, rows - 1), 2)
     gate = g.reshape(g.mul_mat(weights["selector_hidden.weight"], hidden), rank, 1, rows)
     pairs = g.mul_mat(successors, g.mul(predecessors, gate))  # [successor, predecessor, rows]
-    unary = g.reshape(g.get_rows(g.reshape(logits, 1, n_vocab, rows), ids), n, 1, rows)
     return ids, g.add(pairs, unary)
 
 

@@ -137,7 +137,9 @@ def build_mtp_step(
     own_norm = w.get("nextn.shared_head_norm.weight")
     x = norm(g, x, weights["output_norm.weight"] if own_norm is None else own_norm, config.norm_eps)
     own_head = w.get("nextn.shared_head_head.weight")
-    return g.mul_mat(weights[HEAD] if own_head is None else own_head, x), x
+    head = weights[HEAD] if own_head is None else own_head
+    with g.at(head):
+        return g.mul_mat(head, x), x
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from pyggml_dflash.engine.graph_cache import Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
+from pyggml_dflash.engine.split import choose_split, model_size, open_backends
 from pyggml_dflash.errors import BackendError, UsageError
-from pyggml_dflash.ggml.device import Backend, choose_device, devices
+from pyggml_dflash.ggml.device import Backend, devices
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ledger import Ledger
@@ -28,6 +29,7 @@ from pyggml_dflash.ggml.placement import check_supported
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights, Placement, TensorSpec, check_tensors, place_weights
 from pyggml_dflash.options import EngineOptions, split_max_ctx
+from pyggml_dflash.plan.split import SplitPlan
 from pyggml_dflash.state.slot import SlotTable
 
 DEFAULT_MAX_CTX: Final = 8192
@@ -97,6 +99,7 @@ class Blueprint:
     config: ModelConfig
     backend: Backend
     host: Backend | None  # where embedding rows are gathered, if not on `backend`
+    split: SplitPlan
     placements: tuple[Placement, ...]
     choice: SpecChoice  # of a drafter
     recording: Recording | None
@@ -118,7 +121,12 @@ class Blueprint:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """Every backend, that of the target first."""
-        return (self.backend,) if self.host is None else (self.backend, self.host)
+        found = self.backend.all
+        return found if self.host is None or self.host in found else (*found, self.host)
+
+    def home(self, name: str) -> Backend:
+        """The backend that holds what has this name, of a layer or outside of layers."""
+        return self.backend.all[self.split.device_of(name)]
 
     def model(self, weights: LoadedWeights) -> Model:
         """What forwards are built from."""
@@ -165,14 +173,14 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
         raise UsageError(
             f"max_ctx is {options.max_ctx!r}; architecture {config.architecture!r} has no plan: pass a number"
         )
-    settle(options, architecture, config)
-    _check_caps(options)
-    backend = Backend(choose_device(options.device), threads=options.threads)
-    stack.callback(backend.close)
-    placements = tuple(place_weights(file, model.specs, backend, repack=options.repack != "off"))
-    taken = (
-        sum(p.source.n_bytes for p in placements if p.kind != "mapped") + 2**20 * options.device_reserve_mib
-    )
+    state_bytes = settle(options, architecture, config).layout.slot_bytes
+    split, infos = choose_split(options, model_size(file, model.specs, config, state_bytes))
+    backend = open_backends(infos, options.threads, stack)
+    _check_caps(options, backend.all)
+    repack = options.repack != "off"
+    placements = tuple(place_weights(file, model.specs, backend, repack=repack, device_of=split.device_of))
+    moved = (p.source.n_bytes for p in placements if p.kind != "mapped" and p.device == 0)
+    taken = sum(moved) + 2**20 * options.device_reserve_mib
     free = max(0, ledger.free(backend.name, backend.memory_free()) - taken)
     return Blueprint(
         options=options,
@@ -180,23 +188,28 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
         architecture=architecture,
         config=config,
         backend=backend,
-        host=None if backend.is_host else _host_backend(stack, options.threads),
+        host=None if backend.is_host else _host_backend(backend, stack, options.threads),
+        split=split,
         placements=placements,
         choice=model.choice,
         recording=None if plan is None else choose_recording(plan, architecture, config, backend, free),
-        flash_attn=choose_flash_attn(options, file, architecture, config, backend, placements),
+        flash_attn=choose_flash_attn(options, model, backend, placements, split),
     )
 
 
-def _check_caps(options: EngineOptions) -> None:
+def _check_caps(options: EngineOptions, backends: tuple[Backend, ...]) -> None:
     """Refuse a cap of a device that is not there: it would do nothing."""
-    present = [device.name for device in devices()] if options.device_cap else []
+    present = [device.name for device in devices()] + [b.name for b in backends if b.info.kind == "rpc"]
     for name in options.device_cap:
         if name not in present:
             raise UsageError(f"device_cap names {name!r}; this build has {', '.join(present)}")
 
 
-def _host_backend(stack: ExitStack, threads: int | None) -> Backend:
+def _host_backend(target: Backend, stack: ExitStack, threads: int | None) -> Backend:
+    """The CPU among the target's peers, or one of its own."""
+    for peer in target.peers:
+        if peer.is_host:
+            return peer
     cpu = next(d for d in devices() if d.kind == "cpu")
     host = Backend(cpu, threads=threads)
     stack.callback(host.close)
@@ -205,21 +218,21 @@ def _host_backend(stack: ExitStack, threads: int | None) -> Backend:
 
 def choose_flash_attn(
     options: EngineOptions,
-    file: GgufFile,
-    architecture: Architecture,
-    config: ModelConfig,
+    opened: ModelFile,
     backend: Backend,
     placements: tuple[Placement, ...],
+    split: SplitPlan,
 ) -> bool:
     """Whether to use fused attention: as asked, or where the device can; a cache that needs it insists."""
+    architecture, config = opened.architecture, opened.config
     if options.flash_attn == "off":
         return False
     layout = settle(options, architecture, config).layout
     dry = Ledger(dry=True)
     with ExitStack() as stack:
-        weights = LoadedWeights(file, list(placements), backend, dry)
+        weights = LoadedWeights(opened.file, list(placements), backend, dry)
         stack.callback(weights.close)
-        slots = SlotTable(backend, dry, layout, 1)
+        slots = SlotTable(backend, dry, layout, 1, lambda name: backend.all[split.device_of(name)])
         stack.callback(slots.close)
         embedded = not backend.is_host
         inputs = Inputs(backend, dry, architecture, config, max_rows=1, max_kv=BUCKET, embedded=embedded)
@@ -263,7 +276,7 @@ def assemble(
 ) -> Assembly:
     """Make slots, forwards and drafter; with a dry ledger they can be measured only. `stack` frees them."""
     b = blueprint
-    slots = SlotTable(b.backend, ledger, settings.layout, b.options.slots)
+    slots = SlotTable(b.backend, ledger, settings.layout, b.options.slots, b.home)
     stack.callback(slots.close)
     forwards = Forwards(
         b.backend,
@@ -274,6 +287,7 @@ def assemble(
         host=b.host,
         recording=b.recording,
         relieve=relieve,
+        home=b.home,
     )
     stack.callback(forwards.close)
     if b.speculation is None:

@@ -35,7 +35,7 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.graph import InputArena, StepGraph
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
-from pyggml_dflash.ggml.placement import can_run
+from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights
 from pyggml_dflash.plan.measure import MemoryProbe
@@ -142,7 +142,7 @@ class DFlashDrafter:
             self._inputs[f"cells{i}"].upload(0, n)
 
     def _builder(self) -> GraphBuilder:
-        return GraphBuilder(max_nodes(self.config), lambda op: can_run(self._backend, op))
+        return builder_for(self._backend, max_nodes(self.config))
 
     def _per_layer(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[self._kinds.index(ring)] for ring in self._rings]

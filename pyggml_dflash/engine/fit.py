@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Final
 
+from pyggml_dflash.arch.base import StateLayout
 from pyggml_dflash.engine.assembly import (
     DEFAULT_MAX_CTX,
     Blueprint,
@@ -125,7 +126,8 @@ class Planner:
         tight = binding_share(shares)
         growing = sum(tight.terms.get(label, 0) for label in ("state", "draft cache", "inputs", SNAPSHOTS))
         copies = 2 if SNAPSHOTS in tight.terms else 1
-        fixed = copies * self.options.slots * settings.layout.recurrent_bytes if tight is shares[0] else 0
+        recurrent = self._slot_bytes(settings.layout, tight.device, grows=False)
+        fixed = copies * self.options.slots * recurrent
         return ChunkPlan(
             n_ctx=settings.n_ctx,
             chunk=settings.chunk,
@@ -144,10 +146,17 @@ class Planner:
         cap = self._ledger.caps.get(device)
         available = available if cap is None else min(available, cap)
         first = sum(n for label, n in terms.items() if "weights" in label or label == "reserve")
-        first += settings.layout.slot_bytes if "state" in terms else 0
-        floor = MIN_GPU_HEADROOM if kind == "gpu" else MIN_HOST_HEADROOM if cap is None else 0
+        first += self._slot_bytes(settings.layout, device)
+        floor = MIN_GPU_HEADROOM if kind in ("gpu", "rpc") else MIN_HOST_HEADROOM if cap is None else 0
         headroom = self._margin.of(max(0, available - first), floor=min(floor, available // 4))
         return DeviceShare(device=device, available=available, headroom=headroom, terms=terms)
+
+    def _slot_bytes(self, layout: StateLayout, device: str, *, grows: bool = True) -> int:
+        """Bytes of one slot on a device; without `grows` only those that do not depend on the context."""
+        home = self.blueprint.home
+        return sum(
+            t.n_bytes for t in layout.tensors if home(t.name).name == device and (grows or not t.grows)
+        )
 
     def _terms(self, settings: Settings) -> tuple[dict[str, dict[str, int]], int]:
         """Bytes by device and name of an engine with these settings, and of a stored state of its context."""
@@ -159,12 +168,14 @@ class Planner:
                 for x in b.backends
             }
             target = found[b.backend.name]
-            self._probe.begin()
-            target["graphs"] = parts.forwards.needs(self._probe)
-            if parts.drafter is not None:
-                target["draft graphs"] = parts.drafter.needs(self._probe)
-            if self._probe.scratch:
-                target["graph scratch"] = self._probe.scratch
+            for x in b.backend.all:
+                probe = self._probe.on(x.name)
+                terms = found[x.name]
+                terms["graphs"] = parts.forwards.needs(probe)
+                if parts.drafter is not None:
+                    terms["draft graphs"] = parts.drafter.needs(probe)
+                if probe.scratch:
+                    terms["graph scratch"] = probe.scratch
             if self.options.device_reserve_mib:
                 target["reserve"] = self.options.device_reserve_mib * 2**20
             if b.host is not None:

@@ -151,6 +151,8 @@ def _flag(name: str, value: object) -> list[str]:
     if isinstance(value, dict):
         sizes = {device: f"{n}B" if n % 2**20 else f"{n // 2**20}" for device, n in value.items()}
         return [word for device, size in sizes.items() for word in ("--device-cap", f"{device}={size}")]
+    if isinstance(value, tuple):
+        value = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
     flag = f"--{name.replace('_', '-')}" if name != "trim_interval" else "--prefill-pool-trim-tokens"
     if isinstance(value, bool):
         return [flag if value else f"--no-{name}"]

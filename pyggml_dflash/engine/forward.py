@@ -10,7 +10,7 @@ from pyggml_dflash.engine.inputs import Inputs
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
-from pyggml_dflash.ggml.placement import can_run
+from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights
@@ -87,7 +87,7 @@ def build_graph(
     """As `build_forward`, with inputs that `step` makes."""
     max_nodes = model.architecture.max_nodes(model.config, len(key.parts)) + 64
     max_nodes += max_nodes // 2 if model.doubled else 0
-    builder = GraphBuilder(max_nodes, lambda op: can_run(backend, op), model.doubled)
+    builder = builder_for(backend, max_nodes, model.doubled)
     try:
         logits = model.architecture.build(builder, model.config, model.weights, state, step(builder))
         if logits is None:

@@ -25,12 +25,12 @@ from pyggml_dflash.engine.forward import Model, Recording, build_forward, build_
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
-from pyggml_dflash.ggml.arena import TensorArena
+from pyggml_dflash.ggml.arena import Home, SpreadArena
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
-from pyggml_dflash.ggml.placement import can_run
+from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.products import Product, products
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 from pyggml_dflash.plan.measure import MemoryProbe
@@ -53,8 +53,14 @@ class Forwards:
         host: Backend | None,
         recording: Recording | None = None,
         relieve: Relieve | None = None,
+        home: Home | None = None,
     ) -> None:
-        """`host`: a CPU backend to gather embedding rows on when `backend` is no host device."""
+        """`host`: a CPU backend to gather embedding rows on when `backend` is no host device.
+
+        `home`: by a tensor's name, the backend that holds what is recorded of a layer; None: `backend` holds
+        all.
+        """
+        self._home = home or (lambda name: backend)
         self._backend, self._ledger, self.model, self._slots = backend, ledger, model, slots
         self.n_ctx, self.chunk, self.recording = slots.layout.n_ctx, chunk, recording
         self.record: dict[str, Tensor] = {}
@@ -130,7 +136,7 @@ class Forwards:
         tensors = record_layout(self.model, recording, self.record_rows)
         if not tensors:
             return
-        arena = TensorArena(self._backend, self._ledger, "speculation record", n_tensors=len(tensors))
+        arena = SpreadArena(self._home, self._ledger, "speculation record", n_tensors=len(tensors))
         stack.callback(arena.close)
         self.record = {t.name: arena.declare(t.name, t.type, *t.shape) for t in tensors}
         arena.allocate(zero=True)
@@ -334,9 +340,7 @@ class Forwards:
 
     def _build_commit(self, commit: Commit) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         model = self.model
-        builder = GraphBuilder(
-            model.architecture.max_nodes(model.config) + 64, lambda op: can_run(self._backend, op)
-        )
+        builder = builder_for(self._backend, model.architecture.max_nodes(model.config) + 64)
         try:
             model.architecture.build_commit(
                 builder, model.config, model.weights, self._slots.tensors, self.record, commit

@@ -56,6 +56,9 @@ class EngineInfo:
     name: str
     architecture: str
     device: str
+    devices: tuple[str, ...]  # that compute, the target first
+    split: str  # what lies apart: 'none', 'experts' or 'layers'
+    split_reason: str
     threads: int
     n_ctx: int
     n_ctx_train: int
@@ -338,7 +341,7 @@ def _allocated(
     """Everything beside the weights; a failure frees what was made of it."""
     plan, blueprint = planner.with_chunk(plan), planner.blueprint
     interval = blueprint.options.trim_interval or 0
-    pools = BackendPools([blueprint.backend], ledger)
+    pools = BackendPools(blueprint.backend.all, ledger)
     trims = PoolTrims(pools, interval, chunk=plan.chunk)
     with ExitStack() as attempt:
         parts = assemble(
@@ -379,6 +382,9 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         name=file.get_str("general.name", file.path.stem),
         architecture=config.architecture,
         device=blueprint.backend.name,
+        devices=tuple(backend.name for backend in blueprint.backend.all),
+        split=blueprint.split.kind,
+        split_reason=blueprint.split.reason,
         threads=blueprint.backend.n_threads,
         n_ctx=fit.n_ctx,
         n_ctx_train=config.n_ctx_train,

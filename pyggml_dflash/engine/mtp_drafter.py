@@ -23,7 +23,7 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.graph import InputArena
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
-from pyggml_dflash.ggml.placement import can_run
+from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
@@ -128,7 +128,7 @@ class MtpDrafter:
     def _builder(self) -> GraphBuilder:
         model = self._forwards.model
         n_nodes = model.architecture.max_nodes(model.config) // model.config.n_layer + 256
-        return GraphBuilder(n_nodes, lambda op: can_run(self._backend, op))
+        return builder_for(self._backend, n_nodes)
 
     def _rows(self, g: GraphBuilder, n: int) -> Tensor:
         if self._forwards.gather is None:

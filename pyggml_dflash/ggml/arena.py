@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -108,6 +109,7 @@ class TensorArena:
                 self._take_buffer(zero)
         except MemoryError:
             charge.release()
+            self.backend.check_alive()
             free = self._ledger.free(device, self.backend.memory_free())
             raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device) from None
         self._stack.callback(charge.release)
@@ -154,6 +156,41 @@ def _zero_pages(n_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError from error
+
+
+Home = Callable[[str], Backend]  # by a tensor's name, the backend that holds it
+
+
+class SpreadArena:
+    """Tensors of several backends that are declared and allocated together: each where `home` says."""
+
+    def __init__(self, home: Home, ledger: Ledger, label: str, *, n_tensors: int) -> None:
+        self._home, self._ledger, self._label, self._n_tensors = home, ledger, label, n_tensors
+        self._arenas: dict[str, TensorArena] = {}
+        self._stack = ExitStack()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes allocated, on all devices together."""
+        return sum(arena.n_bytes for arena in self._arenas.values())
+
+    def declare(self, name: str, type: ElementType, *shape: int) -> Tensor:
+        """A tensor without memory, on the backend that holds what has its name."""
+        backend = self._home(name)
+        if backend.name not in self._arenas:
+            arena = TensorArena(backend, self._ledger, self._label, n_tensors=self._n_tensors)
+            self._stack.callback(arena.close)
+            self._arenas[backend.name] = arena
+        return self._arenas[backend.name].declare(name, type, *shape)
+
+    def allocate(self, *, zero: bool = False) -> None:
+        """Give every tensor memory; raises `DeviceMemoryError`, after which only `close` is left to do."""
+        for arena in self._arenas.values():
+            arena.allocate(zero=zero)
+
+    def close(self) -> None:
+        """Free the tensors; a second call does nothing."""
+        self._stack.close()
 
 
 class MappedArena:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.arena import DTYPES, TensorArena, host_view
+from pyggml_dflash.ggml.cut import Cut, cut_of
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
@@ -20,104 +22,160 @@ from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A graph as an allocator must see it, and the backends of operations and leafs if there are several."""
+
+    graph: CData
+    backends: tuple[Backend, ...]
+    homes: tuple[CData, CData]
+
+    def measure(self) -> tuple[int, ...]:
+        """Bytes that the graph would take, by backend."""
+        allocator = new_allocator(self.backends)
+        sizes = ffi.new("size_t[]", len(self.backends))
+        try:
+            lib.ggml_gallocr_reserve_n_size(allocator, self.graph, *self.homes, sizes)
+        finally:
+            lib.ggml_gallocr_free(allocator)
+        return tuple(sizes)
+
+
 @contextmanager
-def _prepared(backend: Backend, builder: GraphBuilder) -> Iterator[CData]:
+def _prepared(backend: Backend, builder: GraphBuilder) -> Iterator[_Prepared]:
     """The graph as an allocator must see it: its backend has optimised it and keeps what it fuses.
 
     Without this the memory of a fused run's inputs may be given to the run's own results.
     """
+    cut = cut_of(builder)
+    if cut is not None:
+        yield _Prepared(cut.graph, cut.backends, (cut.homes, cut.leaf_homes))
+        return
     owner = ffi.new("struct ggml_context **")
     graph = check_pointer(lib.dflash_prepare_graph(backend.ptr, builder.graph, owner), "preparing a graph")
     try:
-        yield graph
+        yield _Prepared(graph, (backend,), (ffi.NULL, ffi.NULL))
     finally:
         if owner[0] != ffi.NULL:
             lib.ggml_free(owner[0])
 
 
+def new_allocator(backends: Sequence[Backend]) -> CData:
+    """ggml's allocator of compute memory on these backends."""
+    types = ffi.new("ggml_backend_buffer_type_t[]", [b.buffer_type for b in backends])
+    return lib.ggml_gallocr_new_n(types, len(backends))
+
+
 def measure_graph(backend: Backend, builder: GraphBuilder) -> int:
-    """Bytes of compute memory that the graph would need, without allocating them."""
+    """Bytes of compute memory that the graph would need on all devices, without allocating them."""
+    return sum(measure_by_device(backend, builder).values())
+
+
+def measure_by_device(backend: Backend, builder: GraphBuilder) -> dict[str, int]:
+    """Bytes of compute memory that the graph would need on each device, without allocating them."""
     with _prepared(backend, builder) as graph:
-        return _measure(backend, graph)
+        return {b.name: n for b, n in zip(graph.backends, graph.measure(), strict=True)}
 
 
-def measure_scratch(backend: Backend, builder: GraphBuilder) -> int:
-    """Bytes of scratch that a CPU takes for the graph's operations beside their results; 0 on other devices.
+def measure_scratch(backend: Backend, builder: GraphBuilder) -> dict[str, int]:
+    """Bytes of scratch that a CPU among the devices takes for operations beside their results.
 
     The back end keeps the largest that any of its graphs wanted.
     """
-    if not backend.is_host:
-        return 0
-    return int(lib.ggml_graph_plan(builder.graph, backend.n_threads, ffi.NULL).work_size)
-
-
-def _measure(backend: Backend, graph: CData) -> int:
-    allocator = lib.ggml_gallocr_new(backend.buffer_type)
-    sizes = ffi.new("size_t[1]")
-    try:
-        lib.ggml_gallocr_reserve_n_size(allocator, graph, ffi.NULL, ffi.NULL, sizes)
-    finally:
-        lib.ggml_gallocr_free(allocator)
-    return int(sizes[0])
+    cut = cut_of(builder)
+    if cut is None:
+        runs = [(backend, builder.graph)]
+    else:
+        runs = [(cut.backends[part.backend], part.graph) for part in cut.parts if part.computes]
+    found: dict[str, int] = {}
+    for own, graph in runs:
+        if own.is_host:
+            n = int(lib.ggml_graph_plan(graph, own.n_threads, ffi.NULL).work_size)
+            found[own.name] = max(found.get(own.name, 0), n)
+    return found
 
 
 class GraphAllocator(Handle):
-    """Compute memory of one backend, shared by graphs that never run at the same time.
+    """Compute memory of a backend and its peers, shared by graphs that never run at the same time.
 
     It grows when a graph needs more and charges the ledger for what it holds. Graphs placed earlier stay
     good while it does not move, as `must_move` tells.
     """
 
-    __slots__ = ("_backend", "_charge", "_ledger", "label")
+    __slots__ = ("_backends", "_charges", "_ledger", "label")
 
     def __init__(self, backend: Backend, ledger: Ledger, label: str) -> None:
-        super().__init__(lib.ggml_gallocr_new(backend.buffer_type), lib.ggml_gallocr_free, backend)
-        self._backend, self._ledger, self.label = backend, ledger, label
-        self._charge: Charge | None = None
+        super().__init__(new_allocator(backend.all), lib.ggml_gallocr_free, *backend.all)
+        self._backends, self._ledger, self.label = backend.all, ledger, label
+        self._charges: tuple[Charge, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Bytes held now, by backend."""
+        return tuple(int(lib.ggml_gallocr_get_buffer_size(self.ptr, i)) for i in range(len(self._backends)))
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held now."""
-        return int(lib.ggml_gallocr_get_buffer_size(self.ptr, 0))
+        """Bytes held now, on all devices together."""
+        return sum(self.held)
+
+    @property
+    def by_device(self) -> dict[str, int]:
+        """Bytes held now on each device."""
+        return {b.name: n for b, n in zip(self._backends, self.held, strict=True)}
 
     def must_move(self, builder: GraphBuilder) -> bool:
         """True if the graph can be placed only where earlier ones lose their memory."""
-        wanted = measure_graph(self._backend, builder)
-        one_piece = int(lib.ggml_backend_buft_get_max_size(self._backend.buffer_type))
-        return wanted > min(self.n_bytes, one_piece)
+        with _prepared(self._backends[0], builder) as graph:
+            wanted = graph.measure()
+        pieces = (int(lib.ggml_backend_buft_get_max_size(b.buffer_type)) for b in self._backends)
+        return any(n > min(*has) for n, *has in zip(wanted, self.held, pieces, strict=False))
 
     def place(self, builder: GraphBuilder) -> None:
         """Give every node of the graph its address; raises `DeviceMemoryError` if there is no room."""
-        device, held = self._backend.name, self.n_bytes
-        with _prepared(self._backend, builder) as graph:
-            wanted = _measure(self._backend, graph) if device in self._ledger.caps else 0
-            self._ledger.charge(device, self.label, max(0, wanted - held)).release()
+        held = self.held
+        with _prepared(self._backends[0], builder) as graph:
+            if any(b.name in self._ledger.caps for b in graph.backends):
+                self._check_caps(graph.measure(), held)
             # without a plan of its own, a graph with as many nodes would be laid out like the one before
-            planned = lib.ggml_gallocr_reserve(self.ptr, graph)
-            if not (planned and lib.ggml_gallocr_alloc_graph(self.ptr, graph)):
-                wanted = _measure(self._backend, graph)
+            planned = lib.ggml_gallocr_reserve_n(self.ptr, graph.graph, *graph.homes)
+            if not (planned and lib.ggml_gallocr_alloc_graph(self.ptr, graph.graph)):
+                wanted = graph.measure()
                 self._start_anew()
-                free = self._ledger.free(device, self._backend.memory_free())
-                raise DeviceMemoryError(what=self.label, wanted=wanted, free=free, device=device)
-        if self.n_bytes != held or self._charge is None:
-            self._release_charge()
-            self._charge = self._ledger.charge(device, self.label, self.n_bytes)
+                raise self._refusal(wanted)
+        if self.held != held or not self._charges:
+            self._release_charges()
+            self._charges = tuple(
+                self._ledger.charge(b.name, self.label, n)
+                for b, n in zip(self._backends, self.held, strict=True)
+            )
+
+    def _check_caps(self, wanted: tuple[int, ...], held: tuple[int, ...]) -> None:
+        for backend, n, has in zip(self._backends, wanted, held, strict=False):
+            self._ledger.charge(backend.name, self.label, max(0, n - has)).release()
+
+    def _refusal(self, wanted: tuple[int, ...]) -> DeviceMemoryError:
+        """The error for the device that lacks most."""
+        for backend in self._backends:
+            backend.check_alive()
+        free = [self._ledger.free(b.name, b.memory_free()) for b in self._backends]
+        i = max(range(len(wanted)), key=lambda i: wanted[i] - free[i])
+        device = self._backends[i].name
+        return DeviceMemoryError(what=self.label, wanted=wanted[i], free=free[i], device=device)
 
     def _start_anew(self) -> None:
         """Drop everything: after a failure ggml's allocator has no memory, but trusts its plan."""
         self.close()
-        super().__init__(
-            lib.ggml_gallocr_new(self._backend.buffer_type), lib.ggml_gallocr_free, self._backend
-        )
+        super().__init__(new_allocator(self._backends), lib.ggml_gallocr_free, *self._backends)
 
-    def _release_charge(self) -> None:
-        if self._charge is not None:
-            self._charge.release()
-            self._charge = None
+    def _release_charges(self) -> None:
+        for charge in self._charges:
+            charge.release()
+        self._charges = ()
 
     def close(self) -> None:
         """Free the memory; graphs placed in it must not run again."""
-        self._release_charge()
+        self._release_charges()
         super().close()
 
 
@@ -187,32 +245,77 @@ class StepGraph:
         self, backend: Backend, builder: GraphBuilder, outputs: tuple[Tensor, ...], allocator: GraphAllocator
     ) -> None:
         allocator.place(builder)
-        self._backend = backend
         self._builder = builder
+        cut = cut_of(builder)
+        self._stream, self._graph = backend.ptr, builder.graph
         self._compute = lib.ggml_backend_graph_compute_async
         self._get = lib.ggml_backend_tensor_get_async
         self._synchronize = lib.ggml_backend_synchronize
-        self._stream, self._graph = backend.ptr, builder.graph
-        self._reads: list[tuple[CData, CData, int]] = []
+        self._parts = None if cut is None else PartsRun(cut)
+        self._remote = tuple(b for b in backend.all if b.info.kind == "rpc")
+        self._reads: list[tuple[CData, CData, CData, int]] = []
         arrays: list[npt.NDArray[Any]] = []
         for tensor in outputs:
             array = np.empty((tensor.n_elements // tensor.shape[0], tensor.shape[0]), DTYPES[tensor.type])
-            self._reads.append((tensor.ptr, ffi.from_buffer(array), array.nbytes))
+            stream = backend.ptr if cut is None else cut.backend_of(tensor).ptr
+            self._reads.append((stream, tensor.ptr, ffi.from_buffer(array), array.nbytes))
             arrays.append(array)
         self._arrays = tuple(arrays)
 
     def run(self) -> tuple[npt.NDArray[Any], ...]:
         """Compute, wait, and return the outputs."""
-        stream = self._stream
-        status = self._compute(stream, self._graph)
-        for tensor, target, n_bytes in self._reads:
-            self._get(stream, tensor, target, 0, n_bytes)
-        self._synchronize(stream)
+        parts, stream = self._parts, self._stream
+        status = self._compute(stream, self._graph) if parts is None else parts.start()
+        for source, tensor, target, n_bytes in self._reads:
+            self._get(source, tensor, target, 0, n_bytes)
+        if parts is None:
+            self._synchronize(stream)
+        else:
+            parts.wait()
+        for backend in self._remote:
+            backend.check_alive()
         if status:
             check(status, "graph compute")
         return self._arrays
 
     def close(self) -> None:
         """Free the graph's headers; its memory belongs to the allocator."""
-        self._arrays = ()
+        self._arrays, self._parts = (), None
         self._builder.close()
+
+
+class PartsRun:
+    """Runs the parts of a cut graph that has its memory; a part waits for what it reads, no more."""
+
+    __slots__ = ("_compute", "_copy", "_parts", "_streams", "_synchronize")
+
+    def __init__(self, cut: Cut) -> None:
+        self._compute = lib.ggml_backend_graph_compute_async
+        self._copy, self._synchronize = lib.ggml_backend_tensor_copy_async, lib.ggml_backend_synchronize
+        streams = [b.ptr for b in cut.backends]
+        self._parts = [
+            (
+                streams[part.backend],
+                part.graph if part.computes else None,
+                [(streams[c.home], c.source, c.twin) for c in part.copies],
+            )
+            for part in cut.parts
+        ]
+        self._streams = [streams[i] for i in sorted({part.backend for part in cut.parts})]
+
+    def start(self) -> int:
+        """Queue everything; the first status that is no success, else 0."""
+        failed = 0
+        for stream, graph, copies in self._parts:
+            if copies:
+                self._synchronize(stream)  # what lies where the twins go may still be read
+                for source_stream, source, twin in copies:
+                    self._copy(source_stream, stream, source, twin)
+            if graph is not None:
+                failed = failed or self._compute(stream, graph)
+        return failed
+
+    def wait(self) -> None:
+        """Wait for every backend that took part."""
+        for stream in self._streams:
+            self._synchronize(stream)

@@ -6,13 +6,15 @@ memory comes from its allocator, inputs and weights bring their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.arena import Context
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
+from pyggml_dflash.ggml.pins import Pins
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 
 Supports = Callable[[Tensor], bool]
@@ -39,7 +41,8 @@ class GraphBuilder:
     `max_nodes` bounds both; a builder that runs over raises before ggml would abort. `supports` tells
     whether the device can run an operation; where it cannot, the few operations that have a
     composition of others use it. Products of a single row with weights of the kinds in `doubled` are
-    made of two equal rows: what kernels for several rows give, bit by bit.
+    made of two equal rows: what kernels for several rows give, bit by bit. With `pins` the graph runs over
+    several backends: `follow` and `at` say where the next operations run, at first where inputs are.
     """
 
     def __init__(
@@ -47,10 +50,14 @@ class GraphBuilder:
         max_nodes: int,
         supports: Supports | None = None,
         doubled: Set[WeightKind] = frozenset(),
+        pins: Pins | None = None,
     ) -> None:
-        self._supports, self._doubled = supports, doubled
+        self._supports, self._doubled, self.pins = supports, doubled, pins
+        self.cut: object | None = None  # how the graph is divided, once it is; see `ggml.cut`
+        self._stack = ExitStack()
         # A graph lists the tensors that it only reads as well; two per operation is more than any model has.
         self._context = Context(2 * max_nodes, 2 * max_nodes)
+        self._stack.callback(self._context.close)
         self._c = self._context.ptr
         self._left = max_nodes
         self.graph: CData = lib.ggml_new_graph_custom(self._c, 2 * max_nodes, False)
@@ -67,12 +74,36 @@ class GraphBuilder:
 
     def close(self) -> None:
         """Free headers and node list."""
-        self._context.close()
+        self._stack.close()
+
+    def closes_with(self, close: Callable[[], object]) -> None:
+        """Call `close` when the builder closes, before its headers are freed."""
+        self._stack.callback(close)
+
+    def follow(self, x: Tensor) -> None:
+        """Run what comes next where `x`, which has memory of its own, lies."""
+        if self.pins is not None:
+            self.pins.follow(x)
+
+    @contextmanager
+    def at(self, x: Tensor) -> Iterator[None]:
+        """Run what is built inside where `x`, which has memory of its own, lies."""
+        if self.pins is None:
+            yield
+            return
+        before = self.pins.now
+        self.pins.follow(x)
+        try:
+            yield
+        finally:
+            self.pins.now = before
 
     def _new(self, ptr: CData) -> Tensor:
         self._left -= 1
         if self._left < 16:  # ggml makes up to a few helper tensors per call and aborts when full
             raise BackendError("the graph is larger than its builder was made for")
+        if self.pins is not None:
+            self.pins.put(ptr)
         return Tensor(ptr)
 
     def expand(self, x: Tensor) -> Tensor:

@@ -6,15 +6,18 @@ without data is asked about.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Final, Literal
 
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.arena import Context
+from pyggml_dflash.ggml.cut import cut_of
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, c_string, ffi, lib
 from pyggml_dflash.ggml.ops import GraphBuilder
-from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.ggml.pins import Pins
+from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 
 # What the CUDA kernels of ggml 0.25.3 abort on although they claim support (gated_delta_net.cu, ssm-conv.cu).
 GPU_DELTA_NET_SIZES: Final = frozenset({16, 32, 64, 128})
@@ -85,12 +88,22 @@ def can_run(backend: Backend, op: Tensor) -> bool:
     return True
 
 
+def builder_for(
+    backend: Backend, max_nodes: int, doubled: Set[WeightKind] = frozenset()
+) -> GraphBuilder:
+    """An empty graph that runs on a backend and its peers; `doubled` as of `GraphBuilder`."""
+    if not backend.peers:
+        return GraphBuilder(max_nodes, lambda op: can_run(backend, op), doubled)
+    pins = Pins(backend.all)
+    return GraphBuilder(max_nodes, lambda op: can_run(pins.backend, op), doubled, pins)
+
+
 def check_supported(backend: Backend, builder: GraphBuilder) -> None:
-    """Raise `BackendError` naming the first operation of a graph that the device cannot run."""
+    """Raise `BackendError` naming the first operation of a graph that its device cannot run."""
+    cut = cut_of(builder)
     for i in range(builder.n_nodes):
         node = Tensor(lib.ggml_graph_node(builder.graph, i))
-        if not can_run(backend, node):
+        at = backend if cut is None else cut.backend_of(node)
+        if not can_run(at, node):
             what = f"{c_string(lib.ggml_op_name(node.ptr.op))} of {node!r}"
-            raise BackendError(
-                f"{backend.name} cannot run {what}; run the model on the CPU with --device CPU"
-            )
+            raise BackendError(f"{at.name} cannot run {what}; run the model on the CPU with --device CPU")

@@ -16,6 +16,7 @@ from pyggml_dflash.ggml.ffi import c_string, lib
 from pyggml_dflash.ggml.graph import GraphAllocator, InputArena, StepGraph
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 
 
@@ -78,7 +79,7 @@ class ProductRunner:
 
     def run(self, product: Product, n: int, first_expert: Sequence[int] = ()) -> npt.NDArray[np.float32]:
         """Results [n, ..] of `n` equal rows; row i chooses its experts from `first_expert[i]` on."""
-        g, x, width = GraphBuilder(64), self._inputs["x"], product.n_in
+        g, x, width = builder_for(self._backend, 64), self._inputs["x"], product.n_in
         x.array[: n * width] = np.tile(self._row[:width], n)
         x.upload(0, n * width)
         graph = StepGraph(
@@ -92,6 +93,7 @@ class ProductRunner:
     def _build(self, g: GraphBuilder, product: Product, n: int, first_expert: Sequence[int]) -> Tensor:
         k, n_inputs, n_used = product.kind.shape[0], product.n_inputs, product.n_used
         x = self._inputs["x"].tensor
+        g.follow(product.weight)
         if not n_used:
             return g.mul_mat(product.weight, g.view(x, (k, n), (4 * k,), 0))
         ids = self._inputs["ids"]

@@ -101,18 +101,29 @@ class Placement:
     source: TensorInfo  # in the file
     spec: TensorSpec
     kind: str  # 'mapped', 'uploaded', or the name of a repacked layout
+    device: int = 0  # of a backend and its peers, in this order
 
 
 def place_weights(
-    file: TensorFile, specs: dict[str, TensorSpec], backend: Backend, *, repack: bool
+    file: TensorFile,
+    specs: dict[str, TensorSpec],
+    target: Backend,
+    *,
+    repack: bool,
+    device_of: Callable[[str], int] = lambda name: 0,
 ) -> list[Placement]:
-    """Decide where every tensor goes, from the table alone; a tied head reads the embedding table."""
+    """Decide where every tensor goes, from the table alone; a tied head reads the embedding table.
+
+    `device_of`: by a tensor's name, the place of its device among the target and its peers.
+    """
     wanted = dict(specs)
     if HEAD not in wanted and EMBEDDING in wanted:
         wanted[HEAD] = TensorSpec(HEAD, specs[EMBEDDING].shape, "matmul")
     placements: list[Placement] = []
     for name, spec in wanted.items():
         info = file.tensors[name if name in specs else EMBEDDING]
+        device = device_of(name)
+        backend = target.all[device]
         in_place = spec.use == "rows" or (backend.is_host and info.offset % MAPPED_ALIGNMENT == 0)
         kind = "mapped" if in_place else "uploaded"
         if spec.use != "rows" or backend.is_host:
@@ -122,16 +133,16 @@ def place_weights(
             elif not can_compute(backend, info.type, spec.shape, spec.use):
                 what = f"tensor {file.shown(info.name)!r} of type {info.type.label}"
                 raise UnsupportedModelError(f"{file.path}: {backend.name} cannot compute with {what}")
-        placements.append(Placement(name, info, spec, kind))
+        placements.append(Placement(name, info, spec, kind, device))
     return placements
 
 
 class LoadedWeights:
     """Every tensor of a model, on its device; owns their memory. Layer code asks by name.
 
-    With a dry ledger nothing is read or moved: the tensors are there for graphs to be measured.
-    Outside of layers, what is not among the placements is asked of `base`, another model's weights,
-    which must stay open longer.
+    Placements count devices from `backend`, whose peers hold the others. With a dry ledger nothing is read
+    or moved: the tensors are there for graphs to be measured. Outside of layers, what is not among the
+    placements is asked of `base`, another model's weights, which must stay open longer.
     """
 
     def __init__(
@@ -150,10 +161,11 @@ class LoadedWeights:
         self.n_bytes: dict[str, int] = {}
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as stack:
-            self._place_mapped(stack, [p for p in placements if p.kind == "mapped"], backend, ledger)
             moved = [p for p in placements if p.kind != "mapped"]
-            arenas = self._declare(stack, moved, backend, ledger)
-            del arenas
+            for i, own in enumerate(backend.all):
+                here = [p for p in placements if p.device == i]
+                self._place_mapped(stack, [p for p in here if p.kind == "mapped"], own, ledger)
+                self._declare(stack, [p for p in here if p.kind != "mapped"], own, ledger)
             if not ledger.dry:
                 self._fill(moved, progress)
             self._stack = stack.pop_all()
@@ -168,15 +180,12 @@ class LoadedWeights:
             for p in inside:
                 self._tensors[p.name] = arena.place(p.name, p.source.type, p.spec.shape, p.source.offset)
         n_bytes = sum(p.source.n_bytes for p in mapped)
-        self.n_bytes["mapped"] = n_bytes
+        self.n_bytes["mapped"] = self.n_bytes.get("mapped", 0) + n_bytes
         if backend.is_host and n_bytes:
             stack.callback(ledger.charge(backend.name, f"{self._label} (mapped)", n_bytes).release)
 
-    def _declare(
-        self, stack: ExitStack, moved: list[Placement], backend: Backend, ledger: Ledger
-    ) -> dict[str, TensorArena]:
+    def _declare(self, stack: ExitStack, moved: list[Placement], backend: Backend, ledger: Ledger) -> None:
         layouts = {buffer_type_name(b): b for b in backend.extra_buffer_types()}
-        arenas: dict[str, TensorArena] = {}
         for kind in sorted({p.kind for p in moved}):
             inside = [p for p in moved if p.kind == kind]
             label = self._label if kind == "uploaded" else f"{self._label} ({kind})"
@@ -185,9 +194,7 @@ class LoadedWeights:
             for p in inside:
                 self._tensors[p.name] = arena.declare(p.name, p.source.type, *p.spec.shape)
             arena.allocate()
-            arenas[kind] = arena
-            self.n_bytes[kind] = arena.n_bytes
-        return arenas
+            self.n_bytes[kind] = self.n_bytes.get(kind, 0) + arena.n_bytes
 
     def _fill(self, moved: list[Placement], progress: LoadProgress | None) -> None:
         done, total = 0, sum(p.source.n_bytes for p in moved)

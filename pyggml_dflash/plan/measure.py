@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from pyggml_dflash.ggml.device import Backend
-from pyggml_dflash.ggml.graph import measure_graph, measure_scratch
+from pyggml_dflash.ggml.graph import measure_by_device, measure_scratch
 from pyggml_dflash.ggml.ops import GraphBuilder
 
 Build = Callable[[], GraphBuilder]
@@ -35,7 +35,7 @@ def last_of_each_run(kind: Callable[[int], str], start: int, stop: int) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBytes:
-    """What one graph takes: compute memory and scratch on its device, headers and node list on the host."""
+    """What one graph takes: compute memory and scratch on one device, headers and node list on the host."""
 
     compute: int = 0
     metadata: int = 0
@@ -43,30 +43,40 @@ class GraphBytes:
 
 
 class MemoryProbe:
-    """Measures graphs of one backend, each key once; keys must name all that a graph's size depends on."""
+    """Measures what graphs of a backend and its peers take on one of their devices, each key once.
+
+    Keys must name all that a graph's size depends on.
+    """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._known: dict[Hashable, GraphBytes] = {}
+        """Measures on the backend's own device."""
+        self._backend, self._device = backend, backend.name
+        self._known: dict[Hashable, tuple[dict[str, int], dict[str, int], int]] = {}
         self.scratch = 0  # the largest of all graphs asked for since `begin`; those of one backend share it
 
     def begin(self) -> None:
         """The graphs asked for from now on belong to another engine."""
         self.scratch = 0
 
+    def on(self, device: str) -> MemoryProbe:
+        """The same graphs, measured on another device; both know what either has measured."""
+        probe = MemoryProbe(self._backend)
+        probe._device, probe._known = device, self._known
+        return probe
+
     def graph(self, key: Hashable, build: Build) -> GraphBytes:
         """What the graph that `build` makes would take; the builder is closed."""
         if key not in self._known:
             builder = build()
             try:
-                self._known[key] = GraphBytes(
-                    compute=measure_graph(self._backend, builder),
-                    metadata=builder.n_bytes,
-                    scratch=measure_scratch(self._backend, builder),
-                )
+                compute = measure_by_device(self._backend, builder)
+                self._known[key] = compute, measure_scratch(self._backend, builder), builder.n_bytes
             finally:
                 builder.close()
-        found = self._known[key]
+        compute, scratch, metadata = self._known[key]
+        found = GraphBytes(
+            compute=compute.get(self._device, 0), scratch=scratch.get(self._device, 0), metadata=metadata
+        )
         self.scratch = max(self.scratch, found.scratch)
         return found
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from pyggml_dflash.arch.base import StateLayout
-from pyggml_dflash.ggml.arena import TensorArena, zero
+from pyggml_dflash.ggml.arena import Home, SpreadArena, zero
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.tensor import Tensor
@@ -68,12 +68,18 @@ class Slot:
 
 
 class SlotTable:
-    """State tensors of `n_slots` slots in one arena; zeroed when made, since masked rows are still read."""
+    """State tensors of `n_slots` slots, each where its layer computes; zeroed when made, since masked rows
+    are still read."""
 
-    def __init__(self, backend: Backend, ledger: Ledger, layout: StateLayout, n_slots: int) -> None:
+    def __init__(
+        self, backend: Backend, ledger: Ledger, layout: StateLayout, n_slots: int, home: Home | None = None
+    ) -> None:
+        """`home`: by a tensor's name, the backend that holds it; None: `backend` holds all."""
         self.layout = layout
         with ExitStack() as stack:
-            arena = TensorArena(backend, ledger, "state", n_tensors=len(layout.tensors))
+            arena = SpreadArena(
+                home or (lambda name: backend), ledger, "state", n_tensors=len(layout.tensors)
+            )
             stack.callback(arena.close)
             self.tensors: dict[str, Tensor] = {
                 t.name: arena.declare(t.name, t.type, *t.shape, n_slots) for t in layout.tensors

@@ -160,5 +160,6 @@ def dilated_conv(g: GraphBuilder, window: Tensor, taps: Tensor, step: int) -> Te
 def commit_ple(g: GraphBuilder, config: NgramConfig, state: State, record: Record, commit: Commit) -> None:
     """Bring a slot's history to the first `n_keep` rows of a recorded forward."""
     window = record[f"blk.{config.layer}.ple_window"]
+    g.follow(window)
     kept = _columns(g, window, commit.n_keep, config.n_history)
     g.expand(g.copy(kept, slot_history(g, config, state, commit.slot)))

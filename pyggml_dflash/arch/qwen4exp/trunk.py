@@ -32,6 +32,7 @@ def build_trunk(
     residual = spread(g, config, x)
     index, parts = index_step(g, config, step), index_parts(g, config, step)
     for i in range(config.n_layer):
+        g.follow(weights[f"blk.{i}.hc_attn_norm.weight"])
         if config.ngram is not None and i == config.ngram.layer:
             residual = _add_ngrams(g, config, config.ngram, weights, state, step, residual)
         mixed = mix(g, mixer_weights(weights, f"blk.{i}.hc_attn_"), config, residual)
@@ -45,6 +46,7 @@ def build_trunk(
     step.capture_hidden(g, g.reshape(residual, config.hidden_width, residual.shape[2]))
     if step.key.output == "none":
         return None
+    g.follow(weights["output_hc_norm.weight"])
     x = mix(g, mixer_weights(weights, "output_hc_"), config, residual).x
     step.show("h_final", x)
     return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)

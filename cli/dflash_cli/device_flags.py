@@ -1,0 +1,53 @@
+"""Flags that say what computes a model and how much of it may be used. Layer 9."""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+import click
+
+from dflash_cli.params import DeviceCap, DeviceNames, Parts, WholeNumber
+from pyggml_dflash.options import Split
+
+DEVICES: Final = (
+    click.option(
+        "--device",
+        "--target-device",
+        "device",
+        help="Device by its name in 'dflash devices', or a worker's as in rpc://HOST:PORT."
+        "  [default: the roomiest GPU, else the CPU]",
+    ),
+    click.option(
+        "--devices",
+        type=DeviceNames(),
+        default=(),
+        help="Devices that share the layers, as in CUDA0,CUDA1; the first one has inputs and drafts.",
+    ),
+    click.option(
+        "--split",
+        type=click.Choice(get_args(Split)),
+        default="auto",
+        show_default=True,
+        help="What goes to other devices: routed experts, layers or nothing; 'auto': what makes it fit.",
+    ),
+    click.option(
+        "--tensor-split",
+        type=Parts(),
+        default=(),
+        help="Parts of the layers for each of --devices, as in 1,3.  [default: by free memory]",
+    ),
+    click.option("--expert-device", help="Device for the routed experts, such as CPU beside a GPU."),
+    click.option(
+        "--device-cap",
+        type=DeviceCap(),
+        multiple=True,
+        help="Most memory to hold on a device, in MiB or as in CUDA0=24GiB; repeatable.",
+    ),
+    click.option(
+        "--device-reserve-mib",
+        type=WholeNumber(),
+        default=0,
+        show_default=True,
+        help="Take this much memory of the device and leave it alone.",
+    ),
+)

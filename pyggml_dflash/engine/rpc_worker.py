@@ -1,0 +1,45 @@
+"""Computing for engines of other processes and machines. Layer 6."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.ggml import rpc
+from pyggml_dflash.ggml.device import check_threads, devices, named_device, physical_cores
+
+LOG: Final = logging.getLogger(__name__)
+WARNING: Final = (
+    "whoever can reach %s can use this worker, and the protocol has neither authentication nor encryption: "
+    "listen on a network only where everybody is trusted"
+)
+
+
+def serve_worker(listen: str, names: Sequence[str] = (), threads: int | None = None) -> None:
+    """Compute for one engine at a time, which names this worker as rpc://HOST:PORT; ends with the process.
+
+    `names`: devices of this build to lend, else its GPUs, else its CPU.
+    """
+    endpoint = rpc.Endpoint.parse(listen)
+    lent = tuple(named_device(name) for name in names)
+    if not lent:
+        present = devices()
+        lent = tuple(d for d in present if d.kind == "gpu") or tuple(d for d in present if d.kind == "cpu")
+    for device in lent:
+        if device.kind == "rpc":
+            raise UsageError(f"device is {device.name!r}; a worker lends its own devices only")
+    n_threads = threads or physical_cores()
+    check_threads(n_threads)
+    if not _is_loopback(endpoint.host):
+        LOG.warning(WARNING, endpoint)
+    rpc.serve(endpoint, [device.name for device in lent], n_threads)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

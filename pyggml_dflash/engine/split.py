@@ -1,0 +1,89 @@
+"""From options to devices: what a model's parts weigh, which device gets which, opening them. Layer 6."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Final
+
+from pyggml_dflash.ggml.device import Backend, DeviceInfo, devices, named_device
+from pyggml_dflash.ggml.tensor_file import TensorFile
+from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.model.weights import TensorSpec
+from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.plan.split import LAYER, ROUTED, DeviceRoom, ModelSize, SplitPlan, SplitRequest, plan_split
+
+LOG: Final = logging.getLogger(__name__)
+
+
+def model_size(
+    file: TensorFile, specs: dict[str, TensorSpec], config: ModelConfig, state_bytes: int
+) -> ModelSize:
+    """Bytes of the parts of a model that can lie apart; gathered rows stay in the file and count nothing."""
+    layers, experts, outer = [0] * config.n_layer, [0] * config.n_layer, 0
+    for name, spec in specs.items():
+        n_bytes = 0 if spec.use == "rows" else file.tensors[name].n_bytes
+        match = LAYER.match(name)
+        if match is None or int(match[1]) >= config.n_layer:
+            outer += n_bytes
+        elif ROUTED in name:
+            experts[int(match[1])] += n_bytes
+        else:
+            layers[int(match[1])] += n_bytes
+    return ModelSize(
+        architecture=config.architecture,
+        layers=tuple(layers),
+        experts=tuple(experts),
+        outer=outer,
+        state=state_bytes,
+    )
+
+
+def choose_split(options: EngineOptions, size: ModelSize) -> tuple[SplitPlan, tuple[DeviceInfo, ...]]:
+    """The placement of a model, and its devices in the plan's order."""
+    present = devices()
+    named = {name: named_device(name, present) for name in _named(options)}
+    infos = {info.name: info for info in named.values()} | {d.name: d for d in present}
+    listed = [named[name] for name in options.devices] or list(infos.values())
+    if options.expert_device is not None and named[options.expert_device] not in listed:
+        listed.append(named[options.expert_device])
+    request = SplitRequest(
+        split=options.split,
+        devices=tuple(named[name].name for name in options.devices),
+        target=None if options.device is None else named[options.device].name,
+        expert=None if options.expert_device is None else named[options.expert_device].name,
+        parts=options.tensor_split,
+    )
+    caps = options.device_cap
+    rooms = [
+        DeviceRoom(name=d.name, kind=d.kind, free=min(d.memory_free, caps.get(d.name, d.memory_free)))
+        for d in listed
+    ]
+    plan = plan_split(request, rooms, size)
+    if len(plan.devices) > 1:
+        parts = ", ".join(_described(plan, i) for i in range(len(plan.devices)))
+        LOG.info("split by %s (%s): %s", plan.kind, plan.reason, parts)
+    return plan, tuple(infos[name] for name in plan.devices)
+
+
+def _named(options: EngineOptions) -> tuple[str, ...]:
+    names = (*options.devices, options.device, options.expert_device)
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def _described(plan: SplitPlan, device: int) -> str:
+    layers = plan.layers_of(device)
+    if not layers:
+        return f"experts on {plan.devices[device]}"
+    return f"layers {layers[0]} to {layers[-1]} on {plan.devices[device]}"
+
+
+def open_backends(infos: tuple[DeviceInfo, ...], threads: int | None, stack: ExitStack) -> Backend:
+    """A backend on the first device, with those on the others as its peers; `stack` closes them."""
+    peers = []
+    for info in infos[1:]:
+        peers.append(Backend(info, threads=threads))
+        stack.callback(peers[-1].close)
+    target = Backend(infos[0], threads=threads, peers=tuple(peers))
+    stack.callback(target.close)
+    return target

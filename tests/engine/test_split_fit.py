@@ -1,0 +1,102 @@
+"""What a context takes is measured on every device, and the one that binds decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyggml_dflash import ContextFitError, Engine, EngineOptions, fit_report
+from pyggml_dflash.engine.assembly import draw, open_model
+from pyggml_dflash.engine.fit import Planner
+from pyggml_dflash.ggml.ledger import Ledger
+from tests.engine.tiny import QWEN35
+from tests.engine.workers import Worker, workers
+from tests.tiny import Tiny, tokens, write_tiny
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with workers(1) as (started,):
+        yield started
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny = Tiny(architecture="qwen35moe", n_ctx_train=4096, n_expert=16, expert_ff=96)
+    return write_tiny(tmp_path_factory.mktemp("models"), tiny)
+
+
+def capped(worker: Worker, cpu: float, far: float, **options: Any) -> EngineOptions:
+    """An engine with so many MiB on the CPU and on the worker."""
+    caps = {"CPU": int(cpu * MIB), worker.name: int(far * MIB)}
+    return EngineOptions(
+        max_ctx="auto", device_cap=caps, threads=1, repack="off", spec="off", fit_margin="0%", **options
+    )
+
+
+def layers(worker: Worker, cpu: float, far: float, **options: Any) -> EngineOptions:
+    return capped(worker, cpu, far, model=QWEN35, devices=("CPU", worker.name), **options)
+
+
+def best_by_trying(options: EngineOptions, step: int = 256) -> int:
+    """The largest whole number of steps that fits, every one of them tried."""
+    with ExitStack() as stack:
+        ledger = Ledger(caps=options.device_cap)
+        planner = Planner(draw(options, open_model(options, stack), stack, ledger), ledger)
+        stack.callback(planner.close)
+        fitting = [n for n in range(step, 4097, step) if planner.plan_at(n).fits]
+    return max(fitting, default=0)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "far", "binds"), [(3, 64, "CPU"), (64, 1.7, "worker"), (3.2, 1.5, "worker"), (64, 64, "none")]
+)
+def test_auto_finds_the_largest_context_that_the_binding_device_has_room_for(
+    worker: Worker, cpu: float, far: float, binds: str
+) -> None:
+    options = layers(worker, cpu, far)
+    report = fit_report(options)
+    best = best_by_trying(options)
+    assert best - 256 <= report.n_ctx <= best
+    missed = {probe.device for probe in report.trace if not probe.fits}
+    assert missed <= {"CPU": {"CPU"}, "worker": {worker.name}, "none": set()}[binds]
+    assert bool(missed) == (binds != "none")
+
+
+@pytest.mark.parametrize("split", ["layers", "experts"])
+def test_what_is_held_on_each_device_is_what_the_plan_says(worker: Worker, moe: Path, split: str) -> None:
+    apart: dict[str, Any] = {"devices": ("CPU", worker.name)}
+    if split == "experts":
+        apart = {"device": "CPU", "expert_device": worker.name}
+    options = capped(worker, 8, 12, model=moe, **apart)
+    with Engine(options) as engine:
+        n_ctx = engine.info.n_ctx
+        engine.generate(tokens(n_ctx - 8, seed=3), max_tokens=8, ignore_eos=True)
+        peaks, report = engine.stats().peak_bytes, engine.fit_report()
+    for share in report.devices:
+        planned = sum(share.terms.values())
+        assert peaks[share.device] <= planned
+        assert peaks[share.device] >= 0.9 * planned
+
+
+def test_a_report_shows_links_weights_and_state_of_each_device(worker: Worker, moe: Path) -> None:
+    report = fit_report(capped(worker, 8, 12, model=moe, device="CPU", expert_device=worker.name))
+    near, far = report.devices
+    assert (near.device, far.device) == ("CPU", worker.name)
+    assert "state" in near.terms
+    assert "state" not in far.terms
+    assert far.terms["weights"] > 0
+    assert far.terms["prefill graph"] > 4 * 64 * report.chunk  # rows of a chunk, there and back
+
+
+def test_a_context_that_the_second_device_has_no_room_for_is_refused_with_its_name(worker: Worker) -> None:
+    with pytest.raises(ContextFitError) as raised:
+        Engine(layers(worker, 64, 0.7))
+    assert raised.value.device == worker.name
+    assert worker.name in str(raised.value)

@@ -92,7 +92,7 @@ def test_a_report_shows_links_weights_and_state_of_each_device(worker: Worker, m
     assert "state" in near.terms
     assert "state" not in far.terms
     assert far.terms["weights"] > 0
-    assert far.terms["prefill graph"] > 4 * 64 * report.chunk  # rows of a chunk, there and back
+    assert far.terms["graphs"] > 4 * 64 * report.chunk  # rows of a chunk, there and back
 
 
 def test_a_context_that_the_second_device_has_no_room_for_is_refused_with_its_name(worker: Worker) -> None:

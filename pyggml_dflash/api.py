@@ -31,6 +31,7 @@ from pyggml_dflash.engine.handle import RequestHandle
 from pyggml_dflash.engine.loader import EngineInfo, Loaded, load, reload
 from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
+from pyggml_dflash.engine.route_stats import route_stats
 from pyggml_dflash.engine.rpc_worker import serve_worker
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL
 from pyggml_dflash.errors import UsageError
@@ -67,6 +68,7 @@ from pyggml_dflash.options import (
 )
 from pyggml_dflash.plan.chunk import DeviceShare
 from pyggml_dflash.plan.context import Probe
+from pyggml_dflash.plan.hot_experts import RouteStats
 from pyggml_dflash.requests import (
     Constraint,
     EngineStats,
@@ -273,6 +275,8 @@ class Engine:
         split: Split = "auto",
         tensor_split: Sequence[float] = (),
         expert_device: str | None = None,
+        expert_placement: str | Path | None = None,
+        expert_budget_mib: int = 8192,
         device_cap: Mapping[str, int] | None = None,
         device_reserve_mib: int = 0,
         fit_margin: str = "10%",
@@ -314,6 +318,8 @@ class Engine:
             split=split,
             tensor_split=tuple(tensor_split),
             expert_device=expert_device,
+            expert_placement=_path(expert_placement, "expert_placement"),
+            expert_budget_mib=expert_budget_mib,
             device_cap={} if device_cap is None else device_cap,
             device_reserve_mib=device_reserve_mib,
             fit_margin=fit_margin,
@@ -798,6 +804,7 @@ __all__ = [
     "Probe",
     "Prompt",
     "ReasoningDelta",
+    "RouteStats",
     "Score",
     "Snapshots",
     "TensorShare",
@@ -808,6 +815,7 @@ __all__ = [
     "devices",
     "fit_report",
     "inspect_model",
+    "route_stats",
     "serve_worker",
     "worker_devices",
 ]

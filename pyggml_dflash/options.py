@@ -155,6 +155,8 @@ class EngineOptions:
     split: Split = "auto"  # auto: one device if the model fits there, else what fits
     tensor_split: tuple[float, ...] = ()  # parts of the layers, one for each of `devices`; (): by free memory
     expert_device: str | None = None  # for the routed experts, beside `device`
+    expert_placement: Path | None = None  # counts of `dflash route-stats`: what is picked most is copied
+    expert_budget_mib: int = 8192  # most memory of the target for such copies
     device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
     device_reserve_mib: int = 0  # memory of the device that is taken and left alone
     fit_margin: str = "10%"  # left free by a fit: a part of what is free, or MiB as in '512'
@@ -238,6 +240,9 @@ class EngineOptions:
                 raise refusal("devices", name, "it must be a device's name")
         if self.expert_device is not None and not isinstance(self.expert_device, str):
             raise refusal("expert_device", self.expert_device, "it must be a device's name or None")
+        if self.expert_placement is not None and not isinstance(self.expert_placement, Path):
+            raise refusal("expert_placement", self.expert_placement, "it must be a pathlib.Path or None")
+        check_int("expert_budget_mib", self.expert_budget_mib, 0)
         for part in self.tensor_split:
             check_number("tensor_split", part, 0, 1e6, above=True)
 

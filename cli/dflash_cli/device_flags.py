@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final, get_args
 
 import click
@@ -37,6 +38,18 @@ DEVICES: Final = (
         help="Parts of the layers for each of --devices, as in 1,3.  [default: by free memory]",
     ),
     click.option("--expert-device", help="Device for the routed experts, such as CPU beside a GPU."),
+    click.option(
+        "--expert-placement",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Counts of 'dflash route-stats': the experts picked most are copied to the target.",
+    ),
+    click.option(
+        "--expert-budget-mib",
+        type=WholeNumber(),
+        default=8192,
+        show_default=True,
+        help="Most memory of the target for such copies.",
+    ),
     click.option(
         "--device-cap",
         type=DeviceCap(),

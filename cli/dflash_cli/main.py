@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "convert-draft": "Write a DFlash draft as a GGUF file, which llama.cpp reads as well.",
     "serve": "Serve a model over HTTP, as OpenAI's and Anthropic's clients expect it.",
     "score": "Show how likely a text is under a model, token by token.",
+    "route-stats": "Count which experts a model picks while it reads a text.",
     "rpc-worker": "Compute for an engine elsewhere, until interrupted.",
     "devices": "List the devices that this build can compute on.",
     "profiles": "List the profiles that --profile takes.",

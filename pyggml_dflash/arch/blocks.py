@@ -17,6 +17,7 @@ from pyggml_dflash.model.weights import EMBEDDING, HEAD, BlockWeights, LoadedWei
 
 # Smallest sum of chosen expert weights, as the reference models clamp it: the smallest normal F16.
 MIN_EXPERT_SUM = 6.103515625e-5
+HOT_ROWS = 8  # most rows for which copies of experts are used; prompts go where all experts are
 
 
 def norm(g: GraphBuilder, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -195,14 +196,18 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     n_tokens = x.shape[1]
     probabilities = g.soft_max(w.linear(g, "ffn_gate_inp", x))  # [n_expert, M]
     chosen = g.top_k(probabilities, moe.n_used)  # [n_used, M]
+    g.picks.append(chosen)
     weights = g.get_rows(g.reshape(probabilities, 1, moe.n_expert, n_tokens), chosen)  # [1, n_used, M]
     weights = g.reshape(weights, moe.n_used, n_tokens)
     weights = g.div(weights, g.clamp(g.sum_rows(weights), MIN_EXPERT_SUM, float("inf")))
     if moe.weight_scale not in (0.0, 1.0):
         weights = g.scale(weights, moe.weight_scale)
 
-    with g.at(w["ffn_down_exps.weight"]):  # only sums come back
-        total = _routed(g, w, x, chosen, weights, moe)
+    if n_tokens <= HOT_ROWS and w.get("hot.index") is not None:
+        total = _hot_and_cold(g, w, x, chosen, weights, moe)
+    else:
+        with g.at(w["ffn_down_exps.weight"]):  # only sums come back
+            total = _sum_of_used(g, _weighted(g, w, "exps", x, chosen, weights, moe))
     if moe.shared_ff_dim == 0:
         return total
     shared = feed_forward(g, w, x, suffix="_shexp")
@@ -210,17 +215,50 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     return g.add(total, g.mul(shared, gate))
 
 
-def _routed(
+def _hot_and_cold(
     g: GraphBuilder, w: BlockWeights, x: Tensor, chosen: Tensor, weights: Tensor, moe: MoeConfig
 ) -> Tensor:
-    """The weighted sum of the chosen experts: x [n_embd, M], weights [n_used, M] -> [n_embd, M]."""
+    """The weighted sum of the chosen experts, each from the copies here or from where all of them are.
+
+    Every pick is computed twice, once with a weight of zero: adding that changes nothing.
+    """
+    n_used, n_tokens = chosen.shape[0], chosen.shape[1]
+    ids = g.reshape(g.cont(chosen), n_used * n_tokens)
+
+    def looked_up(stack: str) -> tuple[Tensor, Tensor]:
+        index = g.reshape(g.get_rows(w[f"{stack}.index"], ids), n_used, n_tokens)
+        mask = g.reshape(g.get_rows(w[f"{stack}.mask"], ids), n_used, n_tokens)
+        return index, g.mul(weights, mask)
+
+    (hot_ids, hot_weights), (cold_ids, cold_weights) = looked_up("hot"), looked_up("cold")
+    with g.at(w["ffn_down_exps.weight"]):
+        cold = _weighted(g, w, "exps", x, cold_ids, cold_weights, moe)
+    hot = _weighted(g, w, "hot", x, hot_ids, hot_weights, moe)
+    return _sum_of_used(g, g.add(cold, hot))  # in this order the other device begins first
+
+
+def _weighted(
+    g: GraphBuilder,
+    w: BlockWeights,
+    stack: str,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    moe: MoeConfig,
+) -> Tensor:
+    """Results of the chosen experts of a stack, times weights [n_used, M]: [n_embd, n_used, M]."""
     n_embd, n_tokens = x.shape[0], x.shape[1]
-    hidden = _expert_hidden(g, w, g.reshape(x, n_embd, 1, n_tokens), chosen, moe)
-    out = _expert_linear(g, w, "ffn_down_exps", hidden, chosen)  # [n_embd, n_used, M]
-    out = g.mul(out, g.reshape(weights, 1, moe.n_used, n_tokens))
+    hidden = _expert_hidden(g, w, stack, g.reshape(x, n_embd, 1, n_tokens), chosen, moe)
+    out = _expert_linear(g, w, f"ffn_down_{stack}", hidden, chosen)
+    return g.mul(out, g.reshape(weights, 1, moe.n_used, n_tokens))
+
+
+def _sum_of_used(g: GraphBuilder, out: Tensor) -> Tensor:
+    """[n_embd, n_used, M] summed over the experts used, in their order: [n_embd, M]."""
+    n_embd, n_used, n_tokens, _ = out.shape
     stride, row = out.strides[1], out.strides[2]
     total = g.view(out, (n_embd, n_tokens), (row,), 0)
-    for i in range(1, moe.n_used):
+    for i in range(1, n_used):
         total = g.add(total, g.view(out, (n_embd, n_tokens), (row,), i * stride))
     return total
 
@@ -237,12 +275,14 @@ def _expert_linear(g: GraphBuilder, w: BlockWeights, name: str, x: Tensor, chose
     return g.mul(y, g.reshape(factors, 1, n_used, n_tokens))
 
 
-def _expert_hidden(g: GraphBuilder, w: BlockWeights, rows: Tensor, chosen: Tensor, moe: MoeConfig) -> Tensor:
+def _expert_hidden(
+    g: GraphBuilder, w: BlockWeights, stack: str, rows: Tensor, chosen: Tensor, moe: MoeConfig
+) -> Tensor:
     """silu(gate) * up of the chosen experts: [ff_dim, n_used, M]."""
-    if w.get("ffn_gate_up_exps.weight") is None:
-        gate = _expert_linear(g, w, "ffn_gate_exps", rows, chosen)
-        return g.swiglu(gate, _expert_linear(g, w, "ffn_up_exps", rows, chosen))
-    both = _expert_linear(g, w, "ffn_gate_up_exps", rows, chosen)  # [2 * ff_dim, n_used, M], gate first
+    if w.get(f"ffn_gate_up_{stack}.weight") is None:
+        gate = _expert_linear(g, w, f"ffn_gate_{stack}", rows, chosen)
+        return g.swiglu(gate, _expert_linear(g, w, f"ffn_up_{stack}", rows, chosen))
+    both = _expert_linear(g, w, f"ffn_gate_up_{stack}", rows, chosen)  # [2 * ff_dim, n_used, M], gate first
     shape = (moe.ff_dim, both.shape[1], both.shape[2])
     strides = (both.strides[1], both.strides[2])
     gate, up = (g.cont(g.view(both, shape, strides, 4 * moe.ff_dim * i)) for i in range(2))

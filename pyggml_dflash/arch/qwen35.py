@@ -214,7 +214,7 @@ class Qwen35Architecture:
 
     def max_nodes(self, config: ModelConfig, n_parts: int = 0) -> int:
         """An upper bound on the operations of one forward."""
-        extra = 0 if config.moe is None else 32 + 2 * config.moe.n_used
+        extra = 0 if config.moe is None else 72 + 2 * config.moe.n_used  # with copies of hot experts
         extra += 0 if config.delta_net is None else 5 * config.delta_net.n_taps  # a composed convolution
         return (NODES_PER_LAYER + extra + NODES_PER_PART * n_parts) * config.n_layer + 128
 

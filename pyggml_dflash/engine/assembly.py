@@ -19,7 +19,7 @@ from pyggml_dflash.engine.graph_cache import Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
-from pyggml_dflash.engine.split import choose_split, model_size, open_backends
+from pyggml_dflash.engine.split import choose_hot_experts, choose_split, model_size, open_backends
 from pyggml_dflash.errors import BackendError, UsageError
 from pyggml_dflash.ggml.device import Backend, devices
 from pyggml_dflash.ggml.element import ElementType
@@ -27,8 +27,17 @@ from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.placement import check_supported
 from pyggml_dflash.model.config import ModelConfig
-from pyggml_dflash.model.weights import LoadedWeights, Placement, TensorSpec, check_tensors, place_weights
+from pyggml_dflash.model.hot_experts import HotExperts
+from pyggml_dflash.model.weights import (
+    LoadedWeights,
+    LoadProgress,
+    Placement,
+    TensorSpec,
+    check_tensors,
+    place_weights,
+)
 from pyggml_dflash.options import EngineOptions, split_max_ctx
+from pyggml_dflash.plan.hot_experts import HotPlan
 from pyggml_dflash.plan.split import SplitPlan
 from pyggml_dflash.state.slot import SlotTable
 
@@ -100,6 +109,7 @@ class Blueprint:
     backend: Backend
     host: Backend | None  # where embedding rows are gathered, if not on `backend`
     split: SplitPlan
+    hot: HotPlan | None  # experts that are copied to the target
     placements: tuple[Placement, ...]
     choice: SpecChoice  # of a drafter
     recording: Recording | None
@@ -134,9 +144,19 @@ class Blueprint:
             self.architecture, self.config, weights, self.flash_attn, plain_kv(self.options, self.backend)
         )
 
-    def dry_weights(self, ledger: Ledger) -> LoadedWeights:
-        """Weights that are measured, not loaded."""
-        return LoadedWeights(self.file, list(self.placements), self.backend, ledger)
+    def load_weights(self, ledger: Ledger, progress: LoadProgress | None = None) -> LoadedWeights:
+        """The weights, with copies of hot experts; with a dry ledger they are measured, not loaded."""
+        weights = LoadedWeights(self.file, list(self.placements), self.backend, ledger, progress)
+        if self.hot is None:
+            return weights
+        assert self.config.moe is not None
+        try:
+            n_expert = self.config.moe.n_expert
+            weights.adopt(HotExperts(self.file, self.hot.layers, n_expert, self.backend, ledger))
+        except BaseException:
+            weights.close()
+            raise
+        return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +210,7 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
         backend=backend,
         host=None if backend.is_host else _host_backend(backend, stack, options.threads),
         split=split,
+        hot=choose_hot_experts(options, split, file, config),
         placements=placements,
         choice=model.choice,
         recording=None if plan is None else choose_recording(plan, architecture, config, backend, free),

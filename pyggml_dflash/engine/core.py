@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.acceptance import Chosen
@@ -41,11 +42,13 @@ from pyggml_dflash.engine.step import (
 from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.model.config import MoeConfig
 from pyggml_dflash.requests import EngineStats, SlotInfo
 from pyggml_dflash.state.cuts import prompt_ends
 from pyggml_dflash.state.slot import Slot, SlotTable
 
 LOG: Final = logging.getLogger(__name__)
+PICK_ROWS: Final = 256  # of a forward that shows its choice of experts: all of them have logits
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
 DRAFTER_TAKEN: Final = "the drafter followed another request"
 DRAFTER_BEHIND: Final = "the state that was continued has nothing of the drafter's"
@@ -369,6 +372,22 @@ class EngineCore:
             self.retire(id)
 
     # what is held
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """The model's experts, None if it has none."""
+        return self._forwards.model.config.moe
+
+    def picks(self, tokens: Sequence[int]) -> Iterator[list[npt.NDArray[np.int32]]]:
+        """Read tokens in an idle slot, chunk by chunk: per layer the experts chosen, I32 [rows, n_used]."""
+        self._check_thread()
+        slot = self.slots[0]
+        slot.reset()
+        n_rows = min(self.chunk, PICK_ROWS)
+        for start in range(0, len(tokens), n_rows):
+            part = tokens[start : start + n_rows]
+            yield self._forwards.picks(slot, part)
+            slot.commit(len(part))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes held by device and label."""

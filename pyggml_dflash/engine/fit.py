@@ -48,7 +48,7 @@ class Planner:
         self._margin = Margin.parse(self.options.fit_margin)
         self._probe = MemoryProbe(blueprint.backend)
         self._dry = Ledger(dry=True)
-        self._weights: LoadedWeights = blueprint.dry_weights(self._dry)
+        self._weights: LoadedWeights = blueprint.load_weights(self._dry)
         self._free: dict[str, int] = {}
         self.read_free()
 

@@ -176,6 +176,21 @@ class Forwards:
         finally:
             graph.close()
 
+    def picks(self, slot: Slot, tokens: Sequence[int]) -> list[npt.NDArray[np.int32]]:
+        """Run up to `chunk` prompt tokens behind what the slot has: per layer with experts which were chosen,
+        I32 [n_tokens, n_used]."""
+        n, n_past = len(tokens), slot.n_past
+        n_kv = bucketed(n_past + n)
+        key = GraphKey(n_tokens=n, n_kv=n_kv, slot=slot.id, output="all", form=self._form(n_past, n, n_kv))
+        self._fill(self._many, slot, tokens, key)
+        builder, _ = self._build(key, self._many)
+        chosen = tuple(builder.output(builder.cont(x)) for x in builder.picks)
+        graph = self._cache.once(builder, chosen)
+        try:
+            return [np.array(found, np.int32) for found in graph.run()]
+        finally:
+            graph.close()
+
     def decode(self, slot: Slot, token: int, *, capture: bool = False) -> Logits:
         """Run one token behind what the slot has: logits F32 [n_vocab], overwritten by the next call."""
         key, inputs = self._row_key(slot.id, slot.n_past, capture=capture), self._ones[slot.id]

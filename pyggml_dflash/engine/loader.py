@@ -256,12 +256,8 @@ def _build(
     blueprint = planner.blueprint
     fitted_s = time.perf_counter() - started
     _reserve(blueprint, ledger, stack)
-    weights = LoadedWeights(
-        blueprint.file,
-        list(blueprint.placements),
-        blueprint.backend,
-        ledger,
-        lambda done, total: report(Progress(phase="load", done=done, total=total)),
+    weights = blueprint.load_weights(
+        ledger, lambda done, total: report(Progress(phase="load", done=done, total=total))
     )
     stack.callback(weights.close)
     planner, choice = _verified(planner, choice, planners)

@@ -6,11 +6,14 @@ import logging
 from contextlib import ExitStack
 from typing import Final
 
+from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.device import Backend, DeviceInfo, devices, named_device
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ModelConfig
+from pyggml_dflash.model.hot_experts import expert_bytes
 from pyggml_dflash.model.weights import TensorSpec
 from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.plan.hot_experts import HotPlan, RouteStats, choose_hot
 from pyggml_dflash.plan.split import LAYER, ROUTED, DeviceRoom, ModelSize, SplitPlan, SplitRequest, plan_split
 
 LOG: Final = logging.getLogger(__name__)
@@ -64,6 +67,36 @@ def choose_split(options: EngineOptions, size: ModelSize) -> tuple[SplitPlan, tu
         parts = ", ".join(_described(plan, i) for i in range(len(plan.devices)))
         LOG.info("split by %s (%s): %s", plan.kind, plan.reason, parts)
     return plan, tuple(infos[name] for name in plan.devices)
+
+
+def choose_hot_experts(
+    options: EngineOptions, split: SplitPlan, file: TensorFile, config: ModelConfig
+) -> HotPlan | None:
+    """Which experts are copied to the target, if counts are given; counts of another model are refused."""
+    if options.expert_placement is None:
+        return None
+    if split.kind != "experts" or config.moe is None:
+        raise UsageError("expert_placement is given, but no other device has the experts: pass expert_device")
+    stats = RouteStats.read(options.expert_placement)
+    moe = config.moe
+    stats.check(n_layer=config.n_layer, n_expert=moe.n_expert, n_used=moe.n_used)
+    if options.slots > 1:
+        LOG.warning(
+            "expert_placement is not used with %d slots: which rows run together would show in the text",
+            options.slots,
+        )
+        return None
+    sizes = [expert_bytes(file, i, moe.n_expert) for i in range(config.n_layer)]
+    plan = choose_hot(stats, sizes, options.expert_budget_mib * 2**20)
+    LOG.info(
+        "%d of %d experts are copied to %s: %.2f GiB, %.1f%% of the picks counted",
+        plan.n_copies,
+        stats.picks.size,
+        split.devices[0],
+        plan.n_bytes / 2**30,
+        100 * plan.coverage,
+    )
+    return plan if plan.n_copies else None
 
 
 def _named(options: EngineOptions) -> tuple[str, ...]:

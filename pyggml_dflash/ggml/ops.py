@@ -54,6 +54,7 @@ class GraphBuilder:
     ) -> None:
         self._supports, self._doubled, self.pins = supports, doubled, pins
         self.cut: object | None = None  # how the graph is divided, once it is; see `ggml.cut`
+        self.picks: list[Tensor] = []  # I32 [n_used, M] of each layer with experts: which were chosen
         self._stack = ExitStack()
         # A graph lists the tensors that it only reads as well; two per operation is more than any model has.
         self._context = Context(2 * max_nodes, 2 * max_nodes)

@@ -23,6 +23,7 @@ from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import WeightUse, buffer_type_name, can_compute, repacked_buffer_type
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.ggml.tensor_file import TensorFile
+from pyggml_dflash.model.hot_experts import HotExperts
 
 MAPPED_ALIGNMENT: Final = 32  # bytes; ggml's kernels may assume it, and files with odd alignments exist
 UPLOAD_PIECE: Final = 16 * 2**20  # bytes between two progress reports
@@ -210,6 +211,11 @@ class LoadedWeights:
                 if progress is not None:
                     progress(done, total)
             self.file.forget(p.source)
+
+    def adopt(self, hot: HotExperts) -> None:
+        """Answer for these tensors too, and close them first."""
+        self._tensors |= hot.tensors
+        self._stack.callback(hot.close)
 
     @cached_property
     def types(self) -> frozenset[ElementType]:

@@ -244,7 +244,14 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
     opens.main([str(QWEN35), *report.flags], standalone_mode=False)
     default = EngineOptions()
     at_default = {f.name for f in fields(options) if getattr(options, f.name) == getattr(default, f.name)}
-    several = {"devices", "split", "tensor_split", "expert_device"}  # in test_workers
+    several = {
+        "devices",
+        "split",
+        "tensor_split",
+        "expert_device",
+        "expert_placement",
+        "expert_budget_mib",
+    }  # in test_workers
     assert at_default == {"chunk"} | several  # an option that is new belongs above
     expected = replace(options, max_ctx=report.n_ctx, min_ctx=None, chunk=report.chunk, queue_limit=None)
     assert found == [expected]  # a queue takes no memory, and `dflash serve` has one of its own

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from dflash_cli.flags import engine_options
 
@@ -16,6 +17,7 @@ from pyggml_dflash import BackendError, DeviceLostError, EngineOptions, UsageErr
 from pyggml_dflash.engine.rpc_worker import serve_worker
 from pyggml_dflash.ggml.device import Backend, named_device
 from pyggml_dflash.ggml.rpc import Endpoint
+from pyggml_dflash.plan.hot_experts import RouteStats
 from tests.cli.dflash_command import dflash
 from tests.engine.tiny import LLAMA, QWEN35, opened, prompt
 from tests.engine.workers import HOST, Worker, free_port, start_worker, workers
@@ -152,7 +154,15 @@ def test_the_flags_of_a_report_open_the_same_devices(worker: Worker, tmp_path: P
         model=QWEN35, devices=("CPU", worker.name), tensor_split=(1.0, 2.5), split="layers", spec="off"
     )
     moe = write_tiny(tmp_path, Tiny(architecture="qwen35moe"))
-    experts = EngineOptions(model=moe, device="CPU", expert_device=worker.name)
+    counts = tmp_path / "picks.csv"
+    RouteStats(np.ones((4, 4), np.int64), n_used=2, n_tokens=8).write(counts)
+    experts = EngineOptions(
+        model=moe,
+        device="CPU",
+        expert_device=worker.name,
+        expert_placement=counts,
+        expert_budget_mib=2,
+    )
     for options in (layers, experts):
         report = fit_report(options)
         assert [share.device for share in report.devices] == ["CPU", worker.name]

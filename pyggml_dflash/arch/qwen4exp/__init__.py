@@ -42,7 +42,7 @@ from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec
 
-NODES_PER_LAYER = 160
+NODES_PER_LAYER = 200  # with copies of hot experts
 NODES_PER_PART = 24  # what a row of a batch does alone in a layer that is not sparse
 
 

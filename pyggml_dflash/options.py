@@ -155,6 +155,7 @@ class EngineOptions:
     split: Split = "auto"  # auto: one device if the model fits there, else what fits
     tensor_split: tuple[float, ...] = ()  # parts of the layers, one for each of `devices`; (): by free memory
     expert_device: str | None = None  # for the routed experts, beside `device`
+    kv_overflow_device: str | None = None  # for keys and values of layers that `device` has no room for
     expert_placement: Path | None = None  # counts of `dflash route-stats`: what is picked most is copied
     expert_budget_mib: int = 8192  # most memory of the target for such copies
     device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
@@ -238,8 +239,9 @@ class EngineOptions:
         for name in self.devices:
             if not isinstance(name, str) or not name:
                 raise refusal("devices", name, "it must be a device's name")
-        if self.expert_device is not None and not isinstance(self.expert_device, str):
-            raise refusal("expert_device", self.expert_device, "it must be a device's name or None")
+        for option in ("expert_device", "kv_overflow_device"):
+            if getattr(self, option) is not None and not isinstance(getattr(self, option), str):
+                raise refusal(option, getattr(self, option), "it must be a device's name or None")
         if self.expert_placement is not None and not isinstance(self.expert_placement, Path):
             raise refusal("expert_placement", self.expert_placement, "it must be a pathlib.Path or None")
         check_int("expert_budget_mib", self.expert_budget_mib, 0)

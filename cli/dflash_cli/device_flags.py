@@ -39,6 +39,10 @@ DEVICES: Final = (
     ),
     click.option("--expert-device", help="Device for the routed experts, such as CPU beside a GPU."),
     click.option(
+        "--kv-overflow-device",
+        help="Device for keys and values of layers that the first one has no room for.",
+    ),
+    click.option(
         "--expert-placement",
         type=click.Path(path_type=Path, dir_okay=False),
         help="Counts of 'dflash route-stats': the experts picked most are copied to the target.",

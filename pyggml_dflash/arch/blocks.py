@@ -140,11 +140,18 @@ def attend(
     """
     if step.parts:
         return apart(g, step, lambda part, i: attend(g, g.only(q, 2, i), cache, part, scale))
+    mask = step.mask if mask is None else mask
+    assert mask is not None
+    with g.at(cache.k):  # rows of the cache stay where they are
+        return _attend(g, q, cache, step, scale, mask, max_visible)
+
+
+def _attend(
+    g: GraphBuilder, q: Tensor, cache: KVView, step: Step, scale: float, mask: Tensor, max_visible: int
+) -> Tensor:
     head_dim, n_head, n_tokens, _ = q.shape
     q = g.permute(q, 0, 2, 1, 3)  # [head_dim, M, head]
     keys, values = cache.keys(g, step), cache.values(g, step)
-    mask = step.mask if mask is None else mask
-    assert mask is not None
     if step.flash_attn:
         out = g.flash_attn(q, keys, values, mask, scale, max_visible)
         return g.reshape(out, head_dim * n_head, n_tokens)

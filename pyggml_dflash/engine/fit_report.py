@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from pyggml_dflash.engine.assembly import draw, first_ctx, open_model
-from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner, find_fit
+from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner
+from pyggml_dflash.engine.kv_overflow import find_fit_with_overflow
 from pyggml_dflash.engine.snapshot_plan import with_snapshots
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.ledger import Ledger
@@ -67,7 +68,7 @@ def fit_report(options: EngineOptions) -> FitReport:
         ledger = Ledger(caps=options.device_cap)
         blueprint = draw(options, open_model(options, stack), stack, ledger)
         started = time.perf_counter()
-        planner, choice = find_fit(blueprint, ledger, stack)
+        planner, choice = find_fit_with_overflow(blueprint, ledger, stack)
         plan = None
         if choice.plan is not None:
             plan, _ = with_snapshots(planner.blueprint, planner.with_chunk(choice.plan))

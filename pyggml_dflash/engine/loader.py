@@ -20,10 +20,11 @@ from pyggml_dflash.engine.assembly import Assembly, Blueprint, assemble, draw, o
 from pyggml_dflash.engine.constraint import Constraints
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafter_loader import DraftInfo
-from pyggml_dflash.engine.fit import Planner, find_fit
+from pyggml_dflash.engine.fit import Planner
 from pyggml_dflash.engine.fit_report import FitReport, make_report
 from pyggml_dflash.engine.guide import AnswerGuide
 from pyggml_dflash.engine.invariance import measure_batching
+from pyggml_dflash.engine.kv_overflow import find_fit_with_overflow
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
 from pyggml_dflash.engine.reuse import Reuse
@@ -250,7 +251,7 @@ def _build(
     blueprint: Blueprint, ledger: Ledger, stack: ExitStack, report: ProgressCallback, planners: ExitStack
 ) -> Built:
     started = time.perf_counter()
-    planner, choice = find_fit(blueprint, ledger, planners)
+    planner, choice = find_fit_with_overflow(blueprint, ledger, planners)
     if choice.plan is None:
         raise planner.refuse(choice)
     blueprint = planner.blueprint

@@ -56,6 +56,7 @@ def choose_split(options: EngineOptions, size: ModelSize) -> tuple[SplitPlan, tu
         target=None if options.device is None else named[options.device].name,
         expert=None if options.expert_device is None else named[options.expert_device].name,
         parts=options.tensor_split,
+        kv=None if options.kv_overflow_device is None else named[options.kv_overflow_device].name,
     )
     caps = options.device_cap
     rooms = [
@@ -100,14 +101,15 @@ def choose_hot_experts(
 
 
 def _named(options: EngineOptions) -> tuple[str, ...]:
-    names = (*options.devices, options.device, options.expert_device)
+    names = (*options.devices, options.device, options.expert_device, options.kv_overflow_device)
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def _described(plan: SplitPlan, device: int) -> str:
     layers = plan.layers_of(device)
     if not layers:
-        return f"experts on {plan.devices[device]}"
+        what = "experts" if device == plan.expert else "keys and values that do not fit"
+        return f"{what} on {plan.devices[device]}"
     return f"layers {layers[0]} to {layers[-1]} on {plan.devices[device]}"
 
 

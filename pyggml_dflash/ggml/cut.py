@@ -75,8 +75,8 @@ class Cut:
         self._pins, self.parts = pins, list[Part]()
         self._home: dict[int, int] = {}
         self._made_in: dict[int, int] = {}  # operation -> index of its part
-        self._written: set[int] = set()  # what operations write in place
-        self._twins: dict[tuple[int, int], CData] = {}
+        self._written: dict[int, int] = {}  # what operations write in place -> the last part that does
+        self._twins: dict[tuple[int, int], tuple[CData, int]] = {}  # and the part before which it is copied
         nodes = [lib.ggml_graph_node(builder.graph, i) for i in range(builder.n_nodes)]
         with ExitStack() as stack:
             self._settle(nodes)
@@ -106,8 +106,6 @@ class Cut:
             if root != ffi.NULL:
                 is_leaf = root.op == lib.GGML_OP_NONE
                 home[address(node)] = pins.home(root) if is_leaf else home[address(root)]
-                if int(node.op) not in VIEWS:
-                    self._written.add(address(root))
 
     def _home_of(self, x: CData) -> int:
         found = self._home.get(address(x))
@@ -136,25 +134,29 @@ class Cut:
         part.computes = part.computes or not is_view
         if node.view_src == ffi.NULL:
             self._made_in[address(node)] = len(self.parts) - 1
+        elif not is_view:
+            self._written[address(node.view_src)] = len(self.parts) - 1
 
     def _twin(self, x: CData, at: int) -> CData:
         """The copy of `x` on a backend, made in front of the newest part, which it may begin."""
         key = address(x), at
+        root = x if x.view_src == ffi.NULL else x.view_src
+        written = self._written.get(address(root), -1)
         if key in self._twins:
-            return self._twins[key]
+            twin, copied_in = self._twins[key]
+            assert written < copied_in, f"{Tensor(x)!r} changes between two that read it elsewhere"
+            return twin
         twin = lib.ggml_dup_tensor(self._context, x)
         for i in range(4):
             twin.nb[i] = x.nb[i]
-        self._twins[key] = twin
-        root = x if x.view_src == ffi.NULL else x.view_src
         is_leaf = bool(root.op == lib.GGML_OP_NONE)  # inputs and weights are there before the graph runs
-        made_in = -1 if is_leaf else self._made_in[address(root)]
-        assert address(root) not in self._written, f"{Tensor(x)!r} changes where another backend reads it"
+        made_in = max(written, -1 if is_leaf else self._made_in[address(root)])
         part = self.parts[-1]
         if part.computes and made_in > part.waits_for:
             part = Part(at)
             self.parts.append(part)
         part.waits_for = max(part.waits_for, made_in)
+        self._twins[key] = twin, len(self.parts) - 1
         part.copies.append(Copy(x, twin, self._home_of(x), is_leaf))
         return twin
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from pyggml_dflash.errors import UsageError, human_bytes
@@ -70,6 +70,7 @@ class SplitRequest:
     target: str | None = None
     expert: str | None = None
     parts: tuple[float, ...] = ()  # of the layers, by device
+    kv: str | None = None  # for keys and values that the target has no room for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ class SplitPlan:
     devices: tuple[str, ...]
     layers: tuple[int, ...]  # per trunk layer
     expert: int = 0  # what holds the routed experts
+    kv_device: int | None = None  # what may hold keys and values that the target has no room for
+    kv_layers: frozenset[int] = frozenset()  # whose keys and values lie there
     reason: str = ""
 
     def device_of(self, name: str) -> int:
@@ -90,6 +93,8 @@ class SplitPlan:
         layer = int(match[1])
         if layer >= len(self.layers):
             return 0
+        if self.kv_device is not None and layer in self.kv_layers and name[match.end() :] in ("k", "v"):
+            return self.kv_device
         return self.expert if self.kind == "experts" and ROUTED in name else self.layers[layer]
 
     def layers_of(self, device: int) -> tuple[int, ...]:
@@ -114,6 +119,27 @@ def plan_split(request: SplitRequest, rooms: Sequence[DeviceRoom], size: ModelSi
 
     `rooms`: the devices named, in that order, or every device of the build where none is.
     """
+    plan = _plan(request, rooms, size)
+    return plan if request.kv is None else _with_kv(plan, request.kv)
+
+
+def _with_kv(plan: SplitPlan, name: str) -> SplitPlan:
+    """The plan with a device for keys and values beside the target."""
+    if plan.kind == "layers":
+        raise UsageError(
+            f"kv_overflow_device is {name!r}; with split 'layers' state lies where layers compute"
+        )
+    lower = [device.lower() for device in plan.devices]
+    if name.lower() == lower[0]:
+        raise UsageError(
+            f"kv_overflow_device is {name!r}, which is the target as well; the devices must differ"
+        )
+    if name.lower() in lower:
+        return replace(plan, kv_device=lower.index(name.lower()))
+    return replace(plan, devices=(*plan.devices, name), kv_device=len(lower))
+
+
+def _plan(request: SplitRequest, rooms: Sequence[DeviceRoom], size: ModelSize) -> SplitPlan:
     _check(request, size)
     kind = _asked(request)
     if kind == "layers":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,33 @@ def test_a_context_that_the_second_device_has_no_room_for_is_refused_with_its_na
         Engine(layers(worker, 64, 0.7))
     assert raised.value.device == worker.name
     assert worker.name in str(raised.value)
+
+
+# keys and values on another device
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen35moe", "qwen4exp"])
+def test_keys_and_values_elsewhere_raise_the_context_and_leave_the_text(
+    worker: Worker, tmp_path: Path, model: str
+) -> None:
+    path = write_tiny(tmp_path, Tiny(architecture=model, n_ctx_train=4096, n_layer=6))
+    near = fit_report(EngineOptions(model=path, max_ctx=256, device="CPU", threads=1, spec="off"))
+    cap = 1.6 * sum(near.devices[0].terms.values()) / MIB
+    options = replace(capped(worker, cap, 64, model=path, device="CPU"), device_cap={"CPU": int(cap * MIB)})
+    alone = fit_report(options)
+    overflowing = replace(options, kv_overflow_device=worker.name)
+    report = fit_report(overflowing)
+    assert 0 < alone.n_ctx < report.n_ctx
+    assert report.devices[1].terms["state"] > 0
+    ids = tokens(200, seed=4)
+    with Engine(replace(options, max_ctx=alone.n_ctx)) as engine:
+        expected = engine.generate(ids, max_tokens=20, ignore_eos=True).tokens
+    with Engine(replace(overflowing, max_ctx=report.n_ctx)) as engine:
+        assert engine.memory()[worker.name]["state"] > 0
+        assert engine.generate(ids, max_tokens=20, ignore_eos=True).tokens == expected
+
+
+def test_keys_and_values_stay_where_they_fit(worker: Worker, moe: Path) -> None:
+    report = fit_report(capped(worker, 64, 64, model=moe, device="CPU", kv_overflow_device=worker.name))
+    assert report.n_ctx == 4096
+    assert "state" not in report.devices[1].terms

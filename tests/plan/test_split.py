@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,19 @@ def test_only_the_routed_experts_go_to_the_expert_device() -> None:
     assert [found.device_of(f"blk.3.{name}") for name in names] == [1, 1, 0, 0, 0]
 
 
+def test_keys_and_values_of_some_layers_may_lie_elsewhere_and_nothing_else() -> None:
+    asked = plan(BIG, CPU, size=model(), target="CUDA0", kv="CPU")
+    assert (asked.devices, asked.kv_device) == (("CUDA0", "CPU"), 1)
+    found = replace(asked, kv_layers=frozenset({3}))
+    names = ("blk.3.k", "blk.3.v", "blk.3.memory", "blk.3.attn_k.weight", "blk.2.k")
+    assert [found.device_of(name) for name in names] == [1, 1, 0, 0, 0]
+
+
+def test_experts_and_overflow_may_share_a_device() -> None:
+    found = plan(BIG, CPU, size=model(experts=8), target="CUDA0", expert="CPU", kv="CPU")
+    assert (found.devices, found.expert, found.kv_device) == (("CUDA0", "CPU"), 1, 1)
+
+
 def test_an_mtp_block_behind_the_trunk_stays_with_the_target() -> None:
     asked = plan(BIG, CPU, size=model(experts=8), target="CUDA0", expert="CPU")
     assert asked.device_of("blk.4.ffn_up_exps.weight") == 0
@@ -114,6 +128,8 @@ def test_an_mtp_block_behind_the_trunk_stays_with_the_target() -> None:
         ({"split": "experts"}, "this qwen3 model has no routed experts"),
         ({"expert": "CPU"}, "this qwen3 model has no routed experts"),
         ({"expert": "CPU", "split": "layers"}, "expert_device is 'CPU', but split is 'layers'"),
+        ({"devices": ("CUDA0", "CUDA1"), "kv": "CPU"}, "with split 'layers' state lies"),
+        ({"target": "CUDA0", "kv": "cuda0"}, "kv_overflow_device is 'cuda0', which is the target"),
         ({"parts": (1.0, 3.0)}, "tensor_split shares out layers"),
         ({"devices": ("CUDA0", "CUDA1"), "parts": (1.0,)}, "tensor_split has 1 parts; devices names 2"),
     ],

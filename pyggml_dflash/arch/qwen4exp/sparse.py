@@ -231,7 +231,8 @@ class SparseLayer:
         step.show("index_chosen", chosen)
         if index.form == "masked":
             return self._attend_masked(g, q, step, scores, chosen, choice)
-        return self._attend_gathered(g, q, step, chosen, choice)
+        with g.at(self.cache.kv.k):  # rows of the cache stay where they are
+            return self._attend_gathered(g, q, step, chosen, choice)
 
     def write_keys(self, g: GraphBuilder, x: Tensor, slot: int, index: IndexStep) -> None:
         """Store the raw keys of x [n_embd, M], and the pooled keys of the groups that they complete."""

@@ -35,6 +35,8 @@ def open_engine(options: EngineOptions, bars: ProgressBars, *, quiet: bool = Fal
         if options.model is None and not quiet:
             name = engine.info.name + (" and its draft" if engine.info.draft and not options.draft else "")
             say(f"no MODEL given: using the small model that ships with the package ({name})")
+        if len(engine.info.devices) > 1 and not quiet:
+            say(engine.info.placement)
         if options.device is None:
             warn_of_cpu(engine.info.device)
         yield engine

@@ -73,6 +73,7 @@ def _summary_rows(report: FitReport) -> list[list[str]]:
         ["chunk", f"{report.chunk} tokens"],
         ["cache", f"K {report.cache_type_k}, V {report.cache_type_v}"],
         ["drafts", report.spec],
+        ["devices", printable(report.placement)],
     ]
 
 

@@ -13,6 +13,7 @@ from pyggml_dflash.engine.assembly import draw, first_ctx, open_model
 from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner
 from pyggml_dflash.engine.kv_overflow import find_fit_with_overflow
 from pyggml_dflash.engine.snapshot_plan import with_snapshots
+from pyggml_dflash.engine.split import as_asked, described
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.options import EngineOptions
@@ -47,6 +48,7 @@ class FitReport:
     cache_type_k: str
     cache_type_v: str
     spec: str
+    placement: str  # what lies where, and why
     devices: tuple[DeviceShare, ...]  # of the context found; of the smallest one tried when none fits
     trace: tuple[Probe, ...]
     flags: tuple[str, ...]  # that open the same engine without a search
@@ -128,9 +130,10 @@ def make_report(
         cache_type_k=options.cache_type_k,
         cache_type_v=options.cache_type_v,
         spec=spec,
+        placement=described(b.split),
         devices=shown.shares,
         trace=choice.trace,
-        flags=() if plan is None else _flags(options, plan),
+        flags=() if plan is None else _flags(as_asked(options, b.split), plan),
         alternatives=tuple(alternatives),
         seconds=seconds,
     )

@@ -31,6 +31,7 @@ from pyggml_dflash.engine.reuse import Reuse
 from pyggml_dflash.engine.reuse_loader import open_reuse
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.snapshot_plan import with_snapshots
+from pyggml_dflash.engine.split import described
 from pyggml_dflash.engine.step import granule_of
 from pyggml_dflash.engine.step_costs import learn_costs
 from pyggml_dflash.errors import ContextOverflowError, DamagedFileError, DeviceMemoryError, UsageError
@@ -59,7 +60,7 @@ class EngineInfo:
     device: str
     devices: tuple[str, ...]  # that compute, the target first
     split: str  # what lies apart: 'none', 'experts' or 'layers'
-    split_reason: str
+    placement: str  # what lies where, and why
     threads: int
     n_ctx: int
     n_ctx_train: int
@@ -381,7 +382,7 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         device=blueprint.backend.name,
         devices=tuple(backend.name for backend in blueprint.backend.all),
         split=blueprint.split.kind,
-        split_reason=blueprint.split.reason,
+        placement=described(blueprint.split),
         threads=blueprint.backend.n_threads,
         n_ctx=fit.n_ctx,
         n_ctx_train=config.n_ctx_train,

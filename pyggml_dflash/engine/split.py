@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final
 
 from pyggml_dflash.errors import UsageError
@@ -65,8 +66,7 @@ def choose_split(options: EngineOptions, size: ModelSize) -> tuple[SplitPlan, tu
     ]
     plan = plan_split(request, rooms, size)
     if len(plan.devices) > 1:
-        parts = ", ".join(_described(plan, i) for i in range(len(plan.devices)))
-        LOG.info("split by %s (%s): %s", plan.kind, plan.reason, parts)
+        LOG.info("placement: %s", described(plan))
     return plan, tuple(infos[name] for name in plan.devices)
 
 
@@ -105,7 +105,27 @@ def _named(options: EngineOptions) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
-def _described(plan: SplitPlan, device: int) -> str:
+def described(plan: SplitPlan) -> str:
+    """A placement and its reason in a line."""
+    parts = ", ".join(_part(plan, i) for i in range(len(plan.devices)))
+    return f"{parts} ({plan.reason})"
+
+
+def as_asked(options: EngineOptions, plan: SplitPlan) -> EngineOptions:
+    """Options that ask for what a plan chose for them."""
+    if options.split != "auto" or options.devices or options.device or options.expert_device:
+        return options
+    if plan.kind == "experts":
+        return replace(options, device=plan.devices[0], expert_device=plan.devices[plan.expert])
+    if plan.kind == "layers":
+        counts = tuple(float(len(plan.layers_of(i))) for i in range(len(plan.devices)))
+        return replace(options, devices=plan.devices, tensor_split=counts)
+    return options
+
+
+def _part(plan: SplitPlan, device: int) -> str:
+    if plan.kind == "none" and device == 0:
+        return f"all layers on {plan.devices[0]}"
     layers = plan.layers_of(device)
     if not layers:
         what = "experts" if device == plan.expert else "keys and values that do not fit"

@@ -18,7 +18,7 @@ from pyggml_dflash.engine.rpc_worker import serve_worker
 from pyggml_dflash.ggml.device import Backend, named_device
 from pyggml_dflash.ggml.rpc import Endpoint
 from pyggml_dflash.plan.hot_experts import RouteStats
-from tests.cli.dflash_command import dflash
+from tests.cli.dflash_command import dflash, told
 from tests.engine.tiny import LLAMA, QWEN35, opened, prompt
 from tests.engine.workers import HOST, Worker, free_port, start_worker, workers
 from tests.tiny import Tiny, write_tiny
@@ -140,6 +140,16 @@ def test_a_backend_on_a_lost_device_can_be_closed(worker: Worker) -> None:
 
 
 # reports
+
+
+def test_what_lies_where_is_told(worker: Worker) -> None:
+    devices = ("--devices", f"CPU,{worker.name}")
+    where = f"layers 0 to 3 on CPU, layers 4 to 7 on {worker.name} (asked for)"
+    options = ("--max-ctx", "512", "--spec", "off", *devices)
+    assert where in told("fit", str(QWEN35), *options)
+    ran = dflash("run", str(QWEN35), "-p", "a", "--raw", "-n", "1", *options)
+    assert ran.code == 0, ran.err
+    assert where in " ".join(ran.err.split())
 
 
 def test_the_flags_of_a_report_open_the_same_devices(worker: Worker, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from pyggml_dflash.engine.split import as_asked
 from pyggml_dflash.errors import UsageError
+from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.plan.split import (
     GIB,
     DeviceRoom,
@@ -171,6 +173,18 @@ def test_a_model_that_no_split_helps_goes_to_the_roomiest_gpu() -> None:
     found = plan(CPU, SMALL, BIG, size=model(layer=100))
     assert (found.kind, found.devices) == ("none", ("CUDA0",))
     assert "no split helps" in found.reason
+
+
+def test_what_was_chosen_can_be_asked_for() -> None:
+    options = EngineOptions()
+    layers = plan(CPU, SMALL, BIG, size=model(layer=7))
+    asked = as_asked(options, layers)
+    assert (asked.devices, asked.tensor_split) == (("CUDA0", "CUDA1"), (3.0, 1.0))
+    again = plan(BIG, SMALL, size=model(layer=7), devices=asked.devices, parts=asked.tensor_split)
+    assert (again.kind, again.layers) == ("layers", layers.layers)
+    asked = as_asked(options, plan(CPU, BIG, size=model(layer=2, experts=9)))
+    assert (asked.device, asked.expert_device) == ("CUDA0", "CPU")
+    assert as_asked(options, plan(CPU, BIG, size=model())) == options
 
 
 def test_without_a_gpu_the_cpu_holds_everything() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash import Engine
+from pyggml_dflash.api import route_stats
 from pyggml_dflash.options import EngineOptions
 from tests.drafts.drafted import draft_file
 from tests.engine.tiny import QWEN35, opened, prompt
@@ -127,3 +128,25 @@ def test_what_lies_where_is_what_the_plan_says(pair: tuple[Worker, ...]) -> None
     assert (info.devices, info.split) == (("CPU", pair[0].name), "layers")
     assert held["CPU"]["state"] < held[pair[0].name]["state"]
     assert "inputs" not in held[pair[0].name]
+
+
+@pytest.mark.parametrize("split", ["layers", "experts", "hot experts"])
+@pytest.mark.parametrize("model", EXPERTS)
+def test_an_mtp_block_drafts_for_experts_that_are_elsewhere(
+    pair: tuple[Worker, ...], tmp_path: Path, model: str, split: str
+) -> None:
+    path = write_tiny(tmp_path, Tiny(architecture=model, n_mtp=1))
+    apart: dict[str, Any] = {"device": "CPU", "expert_device": pair[0].name}
+    if split == "layers":
+        apart = {"device": None, "devices": ("CPU", pair[0].name)}
+    if split == "hot experts":
+        route_stats(on_the_cpu(path), [IDS]).write(tmp_path / "picks.csv")
+        apart |= {"expert_placement": tmp_path / "picks.csv"}
+    ids = tokens(40, seed=9)
+    with opened(path, repack="off") as engine:
+        plain = engine.generate(ids, max_tokens=40, ignore_eos=True).tokens
+    with opened(path, repack="off", spec="mtp", spec_width=4, **{"device": None, **apart}) as engine:
+        result = engine.generate(ids, max_tokens=40, ignore_eos=True)
+    assert result.tokens == plain
+    assert result.speculation is not None
+    assert result.speculation.drafted > 0

@@ -131,3 +131,41 @@ def test_keys_and_values_stay_where_they_fit(worker: Worker, moe: Path) -> None:
     report = fit_report(capped(worker, 64, 64, model=moe, device="CPU", kv_overflow_device=worker.name))
     assert report.n_ctx == 4096
     assert "state" not in report.devices[1].terms
+
+
+# several slots
+
+
+@pytest.mark.parametrize("split", ["layers", "experts"])
+def test_a_long_prompt_beside_three_short_ones_stays_within_the_plan_of_both_devices(
+    worker: Worker, moe: Path, split: str
+) -> None:
+    apart: dict[str, Any] = {"devices": ("CPU", worker.name)}
+    if split == "experts":
+        apart = {"device": "CPU", "expert_device": worker.name}
+    prompts = [tokens(n, seed=n) for n in (1500, 20, 33, 47)]
+    with Engine(EngineOptions(model=moe, device="CPU", threads=1, repack="off", max_ctx=2048)) as engine:
+        alone = [engine.generate(p, max_tokens=24, ignore_eos=True).tokens for p in prompts]
+    options = capped(worker, 10, 12, model=moe, slots=4, min_ctx=1536, **apart)
+    with Engine(options) as engine:
+        streams = [engine.stream(p, max_tokens=24, ignore_eos=True) for p in prompts]
+        found = [stream.result.tokens for stream in streams]
+        peaks, report = engine.stats().peak_bytes, engine.fit_report()
+    assert found == alone
+    for share in report.devices:
+        assert peaks[share.device] <= sum(share.terms.values())
+
+
+def test_slots_share_the_memory_of_their_graphs(worker: Worker, moe: Path) -> None:
+    """Of four slots that each ran a prompt, as much is held for graphs as of one."""
+    held = {}
+    for n_slots in (1, 4):
+        options = capped(
+            worker, 64, 64, model=moe, slots=n_slots, device="CPU", expert_device=worker.name, chunk=64
+        )
+        with Engine(replace(options, max_ctx=1024)) as engine:
+            for n in range(n_slots):
+                engine.generate(tokens(400, seed=n), max_tokens=1, ignore_eos=True)
+            held[n_slots] = {device: by["graphs"] for device, by in engine.memory().items()}
+    assert held[4] == held[1]
+    assert held[1][worker.name] > 0

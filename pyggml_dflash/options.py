@@ -22,6 +22,7 @@ Auto = Literal["auto"]
 Switch = Literal["auto", "on", "off"]
 Spec = Literal["auto", "off", "dflash", "mtp"]
 Split = Literal["auto", "none", "experts", "layers"]
+LinkType = Literal["f32", "f16"]
 # How an MTP block of qwen4exp reads the trunk's streams, where published programs differ: normalised all
 # together, or each on its own; llama.cpp does the latter and pairs the first token with a row of zeros.
 MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
@@ -155,6 +156,7 @@ class EngineOptions:
     split: Split = "auto"  # auto: one device if the model fits there, else what fits
     tensor_split: tuple[float, ...] = ()  # parts of the layers, one for each of `devices`; (): by free memory
     expert_device: str | None = None  # for the routed experts, beside `device`
+    link_type: LinkType = "f32"  # of a prompt's rows between devices; f16 sends half the bytes and rounds
     kv_overflow_device: str | None = None  # for keys and values of layers that `device` has no room for
     expert_placement: Path | None = None  # counts of `dflash route-stats`: what is picked most is copied
     expert_budget_mib: int = 8192  # most memory of the target for such copies
@@ -231,6 +233,7 @@ class EngineOptions:
 
     def _check_split(self) -> None:
         check_choice("split", self.split, get_args(Split))
+        check_choice("link_type", self.link_type, get_args(LinkType))
         for option in ("devices", "tensor_split"):
             if not isinstance(getattr(self, option), tuple):
                 raise refusal(

@@ -8,7 +8,7 @@ from typing import Final, get_args
 import click
 
 from dflash_cli.params import DeviceCap, DeviceNames, Parts, WholeNumber
-from pyggml_dflash.options import Split
+from pyggml_dflash.options import LinkType, Split
 
 DEVICES: Final = (
     click.option(
@@ -38,6 +38,13 @@ DEVICES: Final = (
         help="Parts of the layers for each of --devices, as in 1,3.  [default: by free memory]",
     ),
     click.option("--expert-device", help="Device for the routed experts, such as CPU beside a GPU."),
+    click.option(
+        "--link-type",
+        type=click.Choice(get_args(LinkType)),
+        default="f32",
+        show_default=True,
+        help="How a prompt's rows go from device to device; f16 is half the bytes, and rounds.",
+    ),
     click.option(
         "--kv-overflow-device",
         help="Device for keys and values of layers that the first one has no room for.",

@@ -213,8 +213,10 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     if n_tokens <= HOT_ROWS and w.get("hot.index") is not None:
         total = _hot_and_cold(g, w, x, chosen, weights, moe)
     else:
+        there = g.sent(x, w["ffn_down_exps.weight"], n_tokens)
         with g.at(w["ffn_down_exps.weight"]):  # only sums come back
-            total = _sum_of_used(g, _weighted(g, w, "exps", x, chosen, weights, moe))
+            total = _sum_of_used(g, _weighted(g, w, "exps", there, chosen, weights, moe))
+            total = g.sent(total, w["ffn_gate_inp.weight"], n_tokens)
     if moe.shared_ff_dim == 0:
         return total
     shared = feed_forward(g, w, x, suffix="_shexp")
@@ -316,6 +318,7 @@ def decode(
     step.show("h_embed", x)
     for i in range(config.n_layer):
         w, last = weights.block(i), i == config.n_layer - 1
+        x = g.sent(x, w["attn_norm.weight"], x.shape[1])
         g.follow(w["attn_norm.weight"])
         step.capture_layer(g, i, x)
         h = mix(i, norm(g, x, w["attn_norm.weight"], config.norm_eps))

@@ -195,7 +195,7 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
         )
     state_bytes = settle(options, architecture, config).layout.slot_bytes
     split, infos = choose_split(options, model_size(file, model.specs, config, state_bytes))
-    backend = open_backends(infos, options.threads, stack)
+    backend = open_backends(infos, options, stack)
     _check_caps(options, backend.all)
     repack = options.repack != "off"
     placements = tuple(place_weights(file, model.specs, backend, repack=repack, device_of=split.device_of))

@@ -133,12 +133,13 @@ def _part(plan: SplitPlan, device: int) -> str:
     return f"layers {layers[0]} to {layers[-1]} on {plan.devices[device]}"
 
 
-def open_backends(infos: tuple[DeviceInfo, ...], threads: int | None, stack: ExitStack) -> Backend:
+def open_backends(infos: tuple[DeviceInfo, ...], options: EngineOptions, stack: ExitStack) -> Backend:
     """A backend on the first device, with those on the others as its peers; `stack` closes them."""
+    threads, half = options.threads, options.link_type == "f16"
     peers = []
     for info in infos[1:]:
         peers.append(Backend(info, threads=threads))
         stack.callback(peers[-1].close)
-    target = Backend(infos[0], threads=threads, peers=tuple(peers))
+    target = Backend(infos[0], threads=threads, peers=tuple(peers), half_links=half)
     stack.callback(target.close)
     return target

@@ -221,14 +221,20 @@ class Backend(Handle):
     `peers` are backends of other devices that graphs of this one may use too; it does not own them.
     """
 
-    __slots__ = ("_device", "_endpoint", "_n_failures", "info", "n_threads", "peers")
+    __slots__ = ("_device", "_endpoint", "_n_failures", "half_links", "info", "n_threads", "peers")
 
     def __init__(
-        self, info: DeviceInfo, *, threads: int | None = None, peers: tuple[Backend, ...] = ()
+        self,
+        info: DeviceInfo,
+        *,
+        threads: int | None = None,
+        peers: tuple[Backend, ...] = (),
+        half_links: bool = False,
     ) -> None:
+        """`half_links`: rows of a prompt cross to peers and back in half precision."""
         for name, value in SAFE_ENVIRONMENT.items():  # ggml reads it at its first kernel
             os.environ.setdefault(name, value)
-        self.info, self.peers = info, peers
+        self.info, self.peers, self.half_links = info, peers, half_links
         self.n_threads = threads or physical_cores()
         self._endpoint: rpc.Endpoint | None = None
         self._n_failures = rpc.n_failures()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.arena import Context
@@ -18,6 +19,7 @@ from pyggml_dflash.ggml.pins import Pins
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 
 Supports = Callable[[Tensor], bool]
+LINK_ROWS: Final = 65  # fewer rows, as those of decoded tokens, always cross in single precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,16 @@ class GraphBuilder:
         """Run what comes next where `x`, which has memory of its own, lies."""
         if self.pins is not None:
             self.pins.follow(x)
+
+    def sent(self, x: Tensor, to: Tensor, n_rows: int) -> Tensor:
+        """F32 x as the backend that holds `to` gets it: rounded to half precision on the way, if it crosses,
+        links are half and it has the many rows of a prompt; else x itself."""
+        pins = self.pins
+        if pins is None or not pins.half_links or n_rows < LINK_ROWS or pins.home(to.ptr) == pins.now:
+            return x
+        half = self.cast(x, ElementType.F16)
+        with self.at(to):
+            return self.cast(half, ElementType.F32)
 
     @contextmanager
     def at(self, x: Tensor) -> Iterator[None]:

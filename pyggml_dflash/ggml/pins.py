@@ -21,10 +21,11 @@ def address(pointer: CData) -> int:
 class Pins:
     """Backends by their place in `backends`; `now` is where the next operation runs."""
 
-    __slots__ = ("_by_buffer", "_by_device", "_of", "backends", "now")
+    __slots__ = ("_by_buffer", "_by_device", "_of", "backends", "half_links", "now")
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self.backends, self.now = tuple(backends), 0
+    def __init__(self, backends: Sequence[Backend], *, half_links: bool = False) -> None:
+        """`half_links`: rows of a prompt may cross between backends in half precision."""
+        self.backends, self.now, self.half_links = tuple(backends), 0, half_links
         self._by_device = {address(b.device): i for i, b in enumerate(self.backends)}
         host = next((i for i, b in enumerate(self.backends) if b.is_host), None)
         if host is not None:

@@ -94,7 +94,7 @@ def builder_for(
     """An empty graph that runs on a backend and its peers; `doubled` as of `GraphBuilder`."""
     if not backend.peers:
         return GraphBuilder(max_nodes, lambda op: can_run(backend, op), doubled)
-    pins = Pins(backend.all)
+    pins = Pins(backend.all, half_links=backend.half_links)
     return GraphBuilder(max_nodes, lambda op: can_run(pins.backend, op), doubled, pins)
 
 

@@ -249,6 +249,7 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         "split",
         "tensor_split",
         "expert_device",
+        "link_type",
         "kv_overflow_device",
         "expert_placement",
         "expert_budget_mib",

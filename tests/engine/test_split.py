@@ -99,6 +99,22 @@ def test_experts_on_another_device_give_the_logits_of_one(
     np.testing.assert_array_equal(logits(options), alone[model, order.split("+")[0]])
 
 
+@pytest.mark.parametrize("model", ["llama", "qwen35moe", "qwen4exp"])
+def test_half_links_round_a_prompts_rows_and_not_those_of_tokens(
+    models: dict[str, Path], alone: dict[tuple[str, str], Floats], pair: tuple[Worker, ...], model: str
+) -> None:
+    apart = {"devices": ("CPU", pair[0].name), "device": None}
+    if model != "llama":
+        apart = {"device": "CPU", "expert_device": pair[0].name}
+    options = replace(on_the_cpu(models[model], chunk=300), link_type="f16", **apart)
+    with open_core(options) as core:
+        many = core.logits(IDS)
+    assert 0 < np.abs(many - alone[model, "cpu"][: len(IDS)]).max() < 0.02  # of a standard deviation of 1
+    with open_core(replace(options, chunk=64)) as core:
+        few = core.logits(IDS)
+    np.testing.assert_array_equal(few, alone[model, "cpu"][: len(IDS)])
+
+
 def generated(engine: Engine, **options: Any) -> list[int]:
     return list(engine.generate(prompt(40), max_tokens=40, ignore_eos=True, **options).tokens)
 

@@ -32,6 +32,7 @@ def build_trunk(
     residual = spread(g, config, x)
     index, parts = index_step(g, config, step), index_parts(g, config, step)
     for i in range(config.n_layer):
+        residual = g.sent(residual, weights[f"blk.{i}.hc_attn_norm.weight"], step.key.n_tokens)
         g.follow(weights[f"blk.{i}.hc_attn_norm.weight"])
         if config.ngram is not None and i == config.ngram.layer:
             residual = _add_ngrams(g, config, config.ngram, weights, state, step, residual)

@@ -181,7 +181,7 @@ class Forwards:
         I32 [n_tokens, n_used]."""
         n, n_past = len(tokens), slot.n_past
         n_kv = bucketed(n_past + n)
-        key = GraphKey(n_tokens=n, n_kv=n_kv, slot=slot.id, output="all", form=self._form(n_past, n, n_kv))
+        key = GraphKey(n_tokens=n, n_kv=n_kv, slot=slot.id, output="all", form=self.form(n_past, n, n_kv))
         self._fill(self._many, slot, tokens, key)
         builder, _ = self._build(key, self._many)
         chosen = tuple(builder.output(builder.cont(x)) for x in builder.picks)

@@ -88,9 +88,7 @@ def can_run(backend: Backend, op: Tensor) -> bool:
     return True
 
 
-def builder_for(
-    backend: Backend, max_nodes: int, doubled: Set[WeightKind] = frozenset()
-) -> GraphBuilder:
+def builder_for(backend: Backend, max_nodes: int, doubled: Set[WeightKind] = frozenset()) -> GraphBuilder:
     """An empty graph that runs on a backend and its peers; `doubled` as of `GraphBuilder`."""
     if not backend.peers:
         return GraphBuilder(max_nodes, lambda op: can_run(backend, op), doubled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,10 @@ from pyggml_dflash.arch.base import GraphKey
 from pyggml_dflash.engine.batching import Batching
 from pyggml_dflash.engine.invariance import measure_batching
 from pyggml_dflash.ggml.arena import read_bytes
+from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import WeightKind
 from pyggml_dflash.options import KVType
 from pyggml_dflash.state.slot import Slot
 from tests.reference.opened import Floats, OnOff, Parts, assembled, on_the_cpu
@@ -162,7 +165,11 @@ def test_a_device_that_lacks_operations_computes_the_same(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then convolutions, the indexer and the streams are composed of others."""
-    monkeypatch.setattr("pyggml_dflash.engine.forward.can_run", lambda backend, op: False)
+
+    def composing(backend: Backend, max_nodes: int, doubled: Set[WeightKind]) -> GraphBuilder:
+        return GraphBuilder(max_nodes, lambda op: False, doubled)
+
+    monkeypatch.setattr("pyggml_dflash.engine.forward.builder_for", composing)
     with opened(model) as parts:
         assert measured(parts).exact
         np.testing.assert_array_equal(decode_in_turns(parts), decode_alone(parts))

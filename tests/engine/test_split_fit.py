@@ -36,9 +36,8 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def capped(worker: Worker, cpu: float, far: float, **options: Any) -> EngineOptions:
     """An engine with so many MiB on the CPU and on the worker."""
     caps = {"CPU": int(cpu * MIB), worker.name: int(far * MIB)}
-    return EngineOptions(
-        max_ctx="auto", device_cap=caps, threads=1, repack="off", spec="off", fit_margin="0%", **options
-    )
+    plain: dict[str, Any] = {"repack": "off", "spec": "off", "fit_margin": "0%", "prefix_cache_max_mib": 0}
+    return EngineOptions(max_ctx="auto", device_cap=caps, threads=1, **plain, **options)
 
 
 def layers(worker: Worker, cpu: float, far: float, **options: Any) -> EngineOptions:

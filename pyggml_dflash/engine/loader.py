@@ -46,6 +46,7 @@ from pyggml_dflash.plan.chunk import ChunkPlan
 from pyggml_dflash.plan.context import ContextChoice, step_for
 from pyggml_dflash.requests import GenerationRequest, Progress, ProgressCallback
 from pyggml_dflash.state.cuts import TurnMarkers
+from pyggml_dflash.state.disk_tier import make_folder
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -164,6 +165,8 @@ def load(options: EngineOptions, report: ProgressCallback, kept: Reuse | None = 
                 f"{file.path}: {tokenizer.n_vocab} tokens, but 'token_embd.weight' has {config.n_vocab} rows"
             )
         template = ChatTemplate.from_metadata(file.metadata, tokenizer)
+        if options.kv_cache_dir is not None:
+            make_folder(options.kv_cache_dir)
         ledger = Ledger(caps=options.device_cap) if kept is None else kept.ledger
         built = build(draw(options, model, stack, ledger), ledger, stack, report)
         _choose_decoding(built, ledger)

@@ -107,13 +107,13 @@ class DiskTier(Generic[T]):
         self._files: dict[str, _File] = {}
         self._by_key: dict[Digest, _File] = {}
         self._seen_ns = -1
+        make_folder(folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # files tell what was said
             _remove_unfinished(folder)
             self._look(force=True)
             self._shrink(keep="")
         except OSError as error:
-            raise UsageError(f"the folder for stored states is {str(folder)!r}: {error.strerror}") from error
+            raise _unusable(folder, error) from error
 
     @property
     def n_bytes(self) -> int:
@@ -274,6 +274,18 @@ class DiskTier(Generic[T]):
         error = SnapshotError(reason, detail)
         log.warning("%s: %s", path, error)
         return error
+
+
+def make_folder(folder: Path) -> None:
+    """See to it that there is such a folder; `UsageError`."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # files tell what was said
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"the folder for stored states is {str(folder)!r}: {error.strerror}")
 
 
 def _delete(path: Path) -> None:

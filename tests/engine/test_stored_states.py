@@ -13,7 +13,7 @@ import pytest
 from pyggml_dflash import Engine, GenerationResult, Progress, UsageError, fit_report
 from pyggml_dflash.options import EngineOptions
 from tests.engine.apart import program
-from tests.engine.tiny import LLAMA, QWEN35, opened, prompt
+from tests.engine.tiny import LLAMA, QWEN3, QWEN35, opened, prompt
 from tests.tiny import Tiny, tokens, write_tiny
 
 CHUNK = 64
@@ -352,7 +352,12 @@ def test_a_folder_of_another_model_or_chunk_is_a_miss(tmp_path: Path) -> None:
         assert engine.generate(text, **SHORT).usage.cached_tokens == 0
 
 
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UsageError, match="the folder for stored states"):
-        qwen(kv_cache_dir=tmp_path / "file" / "states")
+
+    def fail(_: object) -> None:
+        raise AssertionError("it began to load")
+
+    for bad in (tmp_path / "file" / "states", tmp_path / "file"):
+        with pytest.raises(UsageError, match="the folder for stored states"):
+            opened(QWEN3, kv_cache_dir=bad, progress=fail)

@@ -40,8 +40,9 @@ class SpecChoice:
         return self.plan is not None and not self.asked
 
     def without(self, reason: str) -> SpecChoice:
-        """Plain decoding instead, and why."""
-        LOG.warning("decoding without drafts: %s", reason)
+        """Plain decoding instead, and why; '' where it is only measured."""
+        if reason:
+            LOG.warning("decoding without drafts: %s", reason)
         return SpecChoice(reason=reason)
 
 

@@ -85,7 +85,9 @@ def main(
             assert shape.next is not None
             published = replace(shape.next, budget=2048, ratio=4)
             write_model(model, replace(shape, n_ctx=n_ctx, next=published), "F16")
-        engine = Engine.open(model, max_ctx=n_ctx, chunk=chunk, threads=threads, device=device)
+        engine = Engine.open(
+            model, max_ctx=n_ctx, chunk=chunk, threads=threads, device=device, prefix_cache_max_mib=0
+        )
         with engine:
             n_vocab = engine.info.n_vocab
             costs = on_core(engine, lambda core: measure(core, contexts, n_steps, n_vocab))

@@ -157,7 +157,7 @@ def pool_capture(report: Report, setup: Setup) -> None:
 
 def pool_engine(report: Report, setup: Setup) -> None:
     """A loaded engine."""
-    with Engine.open(DEFAULT_MODEL, device=setup.device, max_ctx=2048) as engine:
+    with Engine.open(DEFAULT_MODEL, device=setup.device, max_ctx=2048, prefix_cache_max_mib=0) as engine:
         device_pool.check_engine(report, engine)
 
 

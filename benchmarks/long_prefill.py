@@ -111,6 +111,7 @@ def measure(run: Run) -> dict[str, Any]:
         trim_interval="auto" if run.trim == "auto" else 0 if run.trim == "off" else int(run.trim),
         device_reserve_mib=reserve,
         spec=run.spec,
+        prefix_cache_max_mib=0,
         **options,
     ) as engine:
         n = run.n_tokens or engine.info.n_ctx - N_ANSWER

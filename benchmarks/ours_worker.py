@@ -44,6 +44,7 @@ class Ours:
             cache_type_v=command["kv"],
             flash_attn=command["flash_attn"],
             repack="auto" if command["repack"] else "off",
+            prefix_cache_max_mib=0,  # the same prompt is read again and again
         )
         info = self._engine.info
         return {"pid": os.getpid(), "device": info.device, "weights": info.weight_bytes}

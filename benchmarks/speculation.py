@@ -54,10 +54,11 @@ def open_engines(
 ) -> dict[str, Engine]:
     """One engine per drafter that the model has; at least one."""
     engines: dict[str, Engine] = {}
+    common = {"prefix_cache_max_mib": 0, **options}  # prompts are read again and again
     if draft is not None or model is None:
-        engines["dflash"] = stack.enter_context(Engine.open(model, draft=draft, spec="dflash", **options))
+        engines["dflash"] = stack.enter_context(Engine.open(model, draft=draft, spec="dflash", **common))
     try:
-        engines["mtp"] = stack.enter_context(Engine.open(model, spec="mtp", **options))
+        engines["mtp"] = stack.enter_context(Engine.open(model, spec="mtp", **common))
     except UsageError as error:
         if not engines:
             raise click.ClickException(f"{error}; give it a draft with --draft") from error

@@ -99,7 +99,7 @@ def measure(n_runs: int) -> dict[str, Spread]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "step.gguf"
         write_model(model, PRESETS["llama-step"], "F16")
-        with Engine.open(model, max_ctx=256, threads=1) as engine:
+        with Engine.open(model, max_ctx=256, threads=1, prefix_cache_max_mib=0) as engine:
             engine.generate(PROMPT, max_tokens=2, ignore_eos=True)
             on_core(engine, lambda core: clock_graphs(core, clock))
             figures: dict[str, list[float]] = {"step": [], "token": []}

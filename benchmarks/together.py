@@ -72,11 +72,16 @@ def digest(results: Sequence[GenerationResult]) -> list[str]:
     return [hashlib.sha256(np.array(r.tokens, np.int32).tobytes()).hexdigest()[:12] for r in results]
 
 
+def ask(engine: Engine, prompt: list[int], n: int) -> GenerationResult:
+    """The answer to a prompt that is read whole."""
+    return engine.generate(prompt, max_tokens=n, ignore_eos=True, cache_prompt=False)
+
+
 def answer(engine: Engine, asked: Sequence[list[int]], n: int, *, together: bool) -> tuple[float, list[str]]:
     """Seconds for all answers of `n` tokens, and their hashes."""
     started = time.perf_counter()
     with ThreadPoolExecutor(len(asked) if together else 1) as pool:
-        results = list(pool.map(lambda p: engine.generate(p, max_tokens=n, ignore_eos=True), asked))
+        results = list(pool.map(lambda p: ask(engine, p, n), asked))
     return time.perf_counter() - started, digest(results)
 
 
@@ -107,8 +112,8 @@ def long_beside_short(engine: Engine, n_slots: int, n_long: int, device: str | N
     free = FreeMemory(device)
     with free.sampled(), ThreadPoolExecutor(n_slots) as pool:
         started = time.perf_counter()
-        late = pool.submit(engine.generate, long, max_tokens=16, ignore_eos=True)
-        rest = list(pool.map(lambda p: engine.generate(p, max_tokens=64, ignore_eos=True), short))
+        late = pool.submit(ask, engine, long, 16)
+        rest = list(pool.map(lambda p: ask(engine, p, 64), short))
         short_s = time.perf_counter() - started
         result = late.result()
         seconds = time.perf_counter() - started

@@ -276,7 +276,7 @@ def main(
     options: dict[str, Any] = {"spec_width": max(2, *widths)} if mtp else {}
     with Engine.open(
         target, draft=draft, spec=spec, max_ctx=max(contexts) + ROOM, device=device, threads=threads,
-        cache_type_k=kv, cache_type_v=kv, **options,
+        cache_type_k=kv, cache_type_v=kv, prefix_cache_max_mib=0, **options,
     ) as engine:  # fmt: skip
         findings = Findings(
             target=target.name,

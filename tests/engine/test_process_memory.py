@@ -21,7 +21,8 @@ def kib(name):
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
                 if line.startswith(name))
 
-options = dict(flash_attn=sys.argv[2], chunk=256, threads=1, device="CPU", slots=1)
+options = dict(flash_attn=sys.argv[2], chunk=256, threads=1, device="CPU", slots=1,
+               prefix_cache_max_mib=0)
 n_ctx = int(sys.argv[3])
 with Engine.open(sys.argv[1], max_ctx=256, **options) as engine:  # what is loaded once
     engine.generate(tokens(200, seed=1), max_tokens=2, ignore_eos=True)

@@ -117,7 +117,6 @@ def test_every_kind_of_call_that_waits_is_told_of_the_close(long_llama: Path) ->
         lambda: engine.generate(prompt(3)),
         lambda: engine.logits(prompt(3)),
         lambda: engine.score(prompt(3)),
-        lambda: engine.memory(),
         lambda: list(engine.stream(prompt(3))),
     ]
     with ThreadPoolExecutor(8) as pool:

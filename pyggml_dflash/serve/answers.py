@@ -14,13 +14,13 @@ from typing import TypeAlias
 
 from pyggml_dflash.api import AsyncTextStream
 from pyggml_dflash.errors import Cancelled
-from pyggml_dflash.requests import GenerationResult, Progress
+from pyggml_dflash.requests import Progress
 from pyggml_dflash.serve.desk import Ticket
-from pyggml_dflash.serve.parts import Part, Reader
+from pyggml_dflash.serve.parts import Ending, Part, Reader
 from pyggml_dflash.serve.questions import Question
 from pyggml_dflash.serve.service import Service
 
-Event: TypeAlias = "Progress | Part | GenerationResult"
+Event: TypeAlias = "Progress | Part | Ending"
 Indexed: TypeAlias = "tuple[int, Event]"
 
 
@@ -57,7 +57,7 @@ class Answers:
         try:
             for i, question in enumerate(self._questions):
                 stream = await question.submit(engine, _Reporter(self, i, loop))
-                self._pumps.append(asyncio.create_task(self._pump(i, stream)))
+                self._pumps.append(asyncio.create_task(self._pump(i, stream, question.reader())))
         except BaseException:
             await self.close()
             raise
@@ -72,7 +72,7 @@ class Answers:
             self._service.desk.leave(ticket)
 
     async def events(self, patience_s: float | None = None) -> AsyncIterator[Indexed | None]:
-        """Events with the index of their answer, up to the last result; None after so long without one.
+        """Events with the index of their answer, up to the last ending; None after so long without one.
 
         Raises what an answer raised.
         """
@@ -85,9 +85,9 @@ class Answers:
                 continue
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, GenerationResult):
+            if isinstance(event, Ending):
                 n_open -= 1
-                if event.finish_reason == "cancelled":
+                if event.result.finish_reason == "cancelled":
                     raise Cancelled("the engine stopped the answer")
             yield index, event
 
@@ -96,22 +96,15 @@ class Answers:
         self._tickets[index].on_progress(progress)
         self._events.put_nowait((index, progress))
 
-    async def _pump(self, index: int, stream: AsyncTextStream) -> None:
+    async def _pump(self, index: int, stream: AsyncTextStream, reader: Reader) -> None:
         """From the engine's stream to events; leaves the desk when the answer is over."""
-        ticket, reader, metrics = self._tickets[index], Reader(), self._service.metrics
-        put, last_s = self._events.put_nowait, ticket.started_s
+        metrics, put = self._service.metrics, self._events.put_nowait
         try:
-            async for piece in stream:
-                now = time.monotonic()
-                metrics.on_piece(now - last_s, len(piece.tokens), first=ticket.state != "decode")
-                ticket.on_tokens(len(piece.tokens))
-                last_s = now
-                for part in reader.push(piece):
-                    put((index, part))
-            for part in reader.finish():
+            async for part in self._parts(self._tickets[index], stream, reader):
                 put((index, part))
-            self._service.count(stream.result)
-            put((index, stream.result))
+            ending = reader.ending(stream.result)
+            self._service.count(ending.result)
+            put((index, ending))
         except asyncio.CancelledError:
             metrics.on_cancel()
             raise
@@ -119,7 +112,26 @@ class Answers:
             put((index, error))
         finally:
             stream.cancel()
-            self._service.desk.leave(ticket)
+            self._service.desk.leave(self._tickets[index])
+
+    async def _parts(self, ticket: Ticket, stream: AsyncTextStream, reader: Reader) -> AsyncIterator[Part]:
+        """What the reader makes of the stream; once nothing more is wanted, the engine is told to stop."""
+        last_s = ticket.started_s
+        async for piece in stream:
+            if reader.is_over:
+                continue
+            now = time.monotonic()
+            first = ticket.state != "decode"
+            self._service.metrics.on_piece(now - last_s, len(piece.tokens), first=first)
+            ticket.on_tokens(len(piece.tokens))
+            last_s = now
+            for part in reader.push(piece):
+                yield part
+            if reader.is_over:
+                stream.cancel()
+        if not reader.is_over:
+            for part in reader.finish():
+                yield part
 
 
 class _Reporter:

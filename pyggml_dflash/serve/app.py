@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from pyggml_dflash import __version__
 from pyggml_dflash.api import Engine
 from pyggml_dflash.serve import problems
+from pyggml_dflash.serve.admin import admin_routes
 from pyggml_dflash.serve.chat import chat_routes
 from pyggml_dflash.serve.completions import completion_routes
 from pyggml_dflash.serve.guard import Guard
+from pyggml_dflash.serve.messages import message_routes
+from pyggml_dflash.serve.page import page_routes
 from pyggml_dflash.serve.reports import report_routes
+from pyggml_dflash.serve.responses import response_routes
 from pyggml_dflash.serve.service import Service
 from pyggml_dflash.serve.settings import ServeOptions
+from pyggml_dflash.serve.text_routes import text_routes
+
+ROUTES: Final = (
+    chat_routes,
+    completion_routes,
+    response_routes,
+    message_routes,
+    text_routes,
+    report_routes,
+    admin_routes,
+    page_routes,
+)
 
 
 def create_app(engine: Engine, options: ServeOptions | None = None) -> FastAPI:
@@ -33,8 +51,8 @@ def app_of(service: Service) -> FastAPI:
         redoc_url=None,
     )
     problems.install(app)
-    for router in (chat_routes(service), completion_routes(service), report_routes(service)):
-        app.include_router(router)
+    for routes in ROUTES:
+        app.include_router(routes(service))
     options = service.options
     app.add_middleware(Guard, options=options, metrics=service.metrics)
     if options.cors_origins:

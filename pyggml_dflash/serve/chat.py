@@ -9,15 +9,27 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from pyggml_dflash.api import Engine
+from pyggml_dflash.api import (
+    AnswerEvent,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Engine,
+    ParsedAnswer,
+    ReasoningDelta,
+    ToolCall,
+)
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.requests import GenerationResult, TokenLogprob, Usage
+from pyggml_dflash.requests import GenerationResult, TokenLogprob
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.bodies import json_bytes
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.fields import check_count, stop_texts
 from pyggml_dflash.serve.openai_bodies import (
     AnswerFields,
+    CallBody,
+    CallDelta,
+    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -26,19 +38,20 @@ from pyggml_dflash.serve.openai_bodies import (
     ChatDelta,
     ChatLogprobs,
     ChatRequest,
+    FunctionDelta,
     TokenBody,
     TopToken,
     UsageBody,
-    finish_reason,
     finite,
     timings_body,
     usage_body,
 )
-from pyggml_dflash.serve.parts import Part
+from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
-from pyggml_dflash.serve.questions import Question, chat_tokens, check_choices
+from pyggml_dflash.serve.questions import Question, chat_prompt, check_choices
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
+from pyggml_dflash.serve.tool_fields import offer
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -79,16 +92,19 @@ def ask(service: Service, body: ChatRequest) -> Question:
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if body.max_completion_tokens not in (None, max_tokens):
         raise UsageError("max_tokens and max_completion_tokens differ; give one")
+    offered = offer(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    messages = [message.for_template() for message in body.messages]
+    prompt = chat_prompt(engine, messages, tools=offered.tools, reasoning=reasoning(body))
     return Question(
-        tokens=chat_tokens(
-            engine, [message.for_template() for message in body.messages], reasoning=reasoning(body)
-        ),
+        tokens=prompt.tokens,
         max_tokens=options.default_max_tokens if max_tokens is None else max_tokens,
         sampling=body.sampling(options.sampling),
         stop=stop_texts(body.stop),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         spec=body.spec,
         ignore_eos=bool(body.ignore_eos),
+        parser=prompt.parser,
+        one_call=offered.one_call,
     )
 
 
@@ -113,7 +129,7 @@ class ChatWriter:
         self._engine, self._model = service.engine, service.model_name
         self._answers, self._include_usage = answers, include_usage
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self._usages: list[Usage] = []
+        self._endings: list[Ending] = []
 
     def whole(self, gathered: Gathered) -> ChatCompletion:
         """The body of a request that is not streamed."""
@@ -122,57 +138,57 @@ class ChatWriter:
             object="chat.completion",
             created=self._created,
             model=self._model,
-            choices=[self._choice(i, parts, result) for i, (parts, result) in enumerate(gathered)],
-            usage=self._usage([result.usage for _, result in gathered]),
-            timings=timings_body(gathered[0][1]),
+            choices=[self._choice(i, parts, ending) for i, (parts, ending) in enumerate(gathered)],
+            usage=self._usage([ending for _, ending in gathered]),
+            timings=timings_body(gathered[0][1].result),
         )
 
     def begin(self) -> Iterator[bytes]:
         """A chunk for each answer, with its role."""
         for i in range(self._answers.n):
-            yield self._chunk(
-                ChatChunkChoice(
-                    index=i, delta=ChatDelta(role="assistant", content=""), logprobs=None, finish_reason=None
-                )
-            )
+            yield self._chunk(i, ChatDelta(role="assistant", content=""))
 
-    def write(self, index: int, event: Part | GenerationResult) -> Iterator[bytes]:
-        """Text as it comes, then how the answer ended."""
-        if isinstance(event, GenerationResult):
-            self._usages.append(event.usage)
-            end = ChatChunkChoice(
-                index=index, delta=ChatDelta(), logprobs=None, finish_reason=finish_reason(event)
-            )
-            yield self._chunk(end, event)
-        else:
-            logprobs = self._logprobs(event.logprobs)
-            yield self._chunk(
-                ChatChunkChoice(
-                    index=index, delta=ChatDelta(content=event.text), logprobs=logprobs, finish_reason=None
-                )
-            )
+    def write(self, index: int, event: Part | Ending) -> Iterator[bytes]:
+        """The answer as it comes, then how it ended."""
+        if isinstance(event, Ending):
+            self._endings.append(event)
+            yield self._chunk(index, ChatDelta(), ending=event)
+        elif not isinstance(event.event, CallEnd) or event.logprobs:
+            yield self._chunk(index, _delta(event.event), logprobs=event.logprobs)
 
     def end(self) -> Iterator[bytes]:
         """Counts, if they are wanted, and the word that OpenAI's streams end with."""
         if self._include_usage:
-            yield self._event([], usage=self._usage(self._usages))
+            yield self._event([], usage=self._usage(self._endings))
         yield DONE
 
     def fail(self, problem: Problem) -> Iterable[bytes]:
         """OpenAI's clients raise what an event with `error` says."""
         return [data(json_bytes(problem.openai))]
 
-    def _choice(self, index: int, parts: Sequence[Part], result: GenerationResult) -> ChatChoice:
-        text = "".join(part.text for part in parts)
+    def _choice(self, index: int, parts: Sequence[Part], ending: Ending) -> ChatChoice:
         return ChatChoice(
             index=index,
-            message=ChatAnswer(role="assistant", content=text, refusal=None),
-            logprobs=self._logprobs(result.logprobs),
-            finish_reason=finish_reason(result),
+            message=_message(ParsedAnswer.gather(part.event for part in parts)),
+            logprobs=self._logprobs(ending.result.logprobs),
+            finish_reason=ending.reason,
         )
 
-    def _chunk(self, choice: ChatChunkChoice, result: GenerationResult | None = None) -> bytes:
-        return self._event([choice], result=result)
+    def _chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        *,
+        logprobs: Sequence[TokenLogprob] = (),
+        ending: Ending | None = None,
+    ) -> bytes:
+        choice = ChatChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=self._logprobs(logprobs),
+            finish_reason=None if ending is None else ending.reason,
+        )
+        return self._event([choice], result=None if ending is None else ending.result)
 
     def _event(
         self,
@@ -194,13 +210,44 @@ class ChatWriter:
             chunk.timings = timings_body(result)
         return data(chunk.json_bytes())
 
-    def _usage(self, usages: list[Usage]) -> UsageBody:
-        return usage_body(usages, self._answers.n_prompt)
+    def _usage(self, endings: list[Ending]) -> UsageBody:
+        return usage_body(endings, self._answers.n_prompt)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not logprobs:
             return None
         return ChatLogprobs(content=[_token(self._engine, token) for token in logprobs])
+
+
+def _message(answer: ParsedAnswer) -> ChatAnswer:
+    content = None if answer.calls and not answer.content else answer.content
+    message = ChatAnswer(role="assistant", content=content, refusal=None)
+    if answer.reasoning:
+        message.reasoning_content = answer.reasoning
+    if answer.calls:
+        message.tool_calls = [_call(call) for call in answer.calls]
+    return message
+
+
+def _call(call: ToolCall) -> CallBody:
+    function = CalledFunction(name=call.name, arguments=call.arguments)
+    return CallBody(id=call.id, type="function", function=function)
+
+
+def _delta(event: AnswerEvent) -> ChatDelta:
+    """What an event adds to the message."""
+    if isinstance(event, ReasoningDelta):
+        return ChatDelta(reasoning_content=event.text)
+    if isinstance(event, CallStart):
+        function = FunctionDelta(name=event.name, arguments="")
+        call = CallDelta(index=event.index, id=event.id, type="function", function=function)
+        return ChatDelta(tool_calls=[call])
+    if isinstance(event, CallArguments):
+        arguments = FunctionDelta(arguments=event.text)
+        return ChatDelta(tool_calls=[CallDelta(index=event.index, function=arguments)])
+    if isinstance(event, CallEnd):
+        return ChatDelta()
+    return ChatDelta(content=event.text)
 
 
 def _token(engine: Engine, token: TokenLogprob) -> TokenBody:

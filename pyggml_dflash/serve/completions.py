@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from pyggml_dflash.requests import GenerationResult, TokenLogprob, Usage
+from pyggml_dflash.api import ContentDelta
+from pyggml_dflash.requests import TokenLogprob
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.bodies import json_bytes
 from pyggml_dflash.serve.chat import DONE, wants_usage
@@ -19,12 +20,11 @@ from pyggml_dflash.serve.openai_bodies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    finish_reason,
     finite,
     timings_body,
     usage_body,
 )
-from pyggml_dflash.serve.parts import Part
+from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.questions import Question, check_choices
 from pyggml_dflash.serve.service import Service, off_loop
@@ -91,7 +91,7 @@ class CompletionWriter:
         self._engine, self._model = service.engine, service.model_name
         self._answers, self._include_usage = answers, include_usage
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        self._usages: list[Usage] = []
+        self._endings: list[Ending] = []
         self._offsets = [0] * answers.n  # characters of each answer that were sent
 
     def whole(self, gathered: Gathered) -> Completion:
@@ -99,41 +99,41 @@ class CompletionWriter:
         choices = [
             CompletionChoice(
                 index=i,
-                text="".join(part.text for part in parts),
-                logprobs=self._logprobs(i, result.logprobs),
-                finish_reason=finish_reason(result),
+                text="".join(map(_text_of, parts)),
+                logprobs=self._logprobs(i, ending.result.logprobs),
+                finish_reason=ending.reason,
             )
-            for i, (parts, result) in enumerate(gathered)
+            for i, (parts, ending) in enumerate(gathered)
         ]
         body = self._body(choices)
-        body.usage = usage_body([result.usage for _, result in gathered], self._answers.n_prompt)
-        body.timings = timings_body(gathered[0][1])
+        body.usage = usage_body([ending for _, ending in gathered], self._answers.n_prompt)
+        body.timings = timings_body(gathered[0][1].result)
         return body
 
     def begin(self) -> Iterable[bytes]:
         """Nothing comes before the text."""
         return []
 
-    def write(self, index: int, event: Part | GenerationResult) -> Iterator[bytes]:
+    def write(self, index: int, event: Part | Ending) -> Iterator[bytes]:
         """Text as it comes, then how the answer ended."""
-        if isinstance(event, GenerationResult):
-            self._usages.append(event.usage)
-            choice = CompletionChoice(index=index, text="", logprobs=None, finish_reason=finish_reason(event))
+        if isinstance(event, Ending):
+            self._endings.append(event)
+            choice = CompletionChoice(index=index, text="", logprobs=None, finish_reason=event.reason)
         else:
-            logprobs = self._logprobs(index, event.logprobs)
-            choice = CompletionChoice(index=index, text=event.text, logprobs=logprobs, finish_reason=None)
+            logprobs, text = self._logprobs(index, event.logprobs), _text_of(event)
+            choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
         body = self._body([choice])
         if self._include_usage:
             body.usage = None
-        if isinstance(event, GenerationResult):
-            body.timings = timings_body(event)
+        if isinstance(event, Ending):
+            body.timings = timings_body(event.result)
         yield data(body.json_bytes())
 
     def end(self) -> Iterator[bytes]:
         """Counts, if they are wanted, and the word that OpenAI's streams end with."""
         if self._include_usage:
             body = self._body([])
-            body.usage = usage_body(self._usages, self._answers.n_prompt)
+            body.usage = usage_body(self._endings, self._answers.n_prompt)
             yield data(body.json_bytes())
         yield DONE
 
@@ -165,3 +165,8 @@ class CompletionWriter:
 
     def _text(self, token: int) -> str:
         return self._engine.token_bytes(token).decode(errors="replace")
+
+
+def _text_of(part: Part) -> str:
+    assert isinstance(part.event, ContentDelta)  # nothing takes a text apart that is no answer
+    return part.event.text

@@ -24,7 +24,7 @@ from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.settings import ServeOptions, is_loopback
 
 LOG: Final = logging.getLogger(__name__)
-OPEN_PATHS: Final = frozenset({"/", "/health", "/page.js", "/page.css"})  # need no key
+OPEN_PATHS: Final = frozenset({"/", "/health"})  # need no key
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _ID: Final = "dflash_request_id"
 

@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pyggml_dflash.requests import GenerationResult, Usage
+from pyggml_dflash.requests import GenerationResult
 from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported
 from pyggml_dflash.serve.fields import ChatMessage, Count, SamplingFields, StreamOptions, TokenId
+from pyggml_dflash.serve.parts import Ending, EndReason
+from pyggml_dflash.serve.tool_fields import ChatTool, ChatToolChoice, Choice
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-FinishReason = Literal["stop", "length"]
 NO_LOGPROB = -9999.0  # OpenAI's figure for a token that cannot be
 
 
@@ -58,10 +59,10 @@ class ChatRequest(AnswerFields):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
-    parallel_tool_calls: Ignored = None
     prediction: Ignored = None
-    tools: Unsupported = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[ChatTool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Choice | ChatToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
@@ -91,6 +92,12 @@ class PromptDetails(ResponseBody):
     cached_tokens: int
 
 
+class CompletionDetails(ResponseBody):
+    """Of the tokens of answers, those of reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageBody(ResponseBody):
     """Token counts of a request."""
 
@@ -98,6 +105,7 @@ class UsageBody(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class TimingsBody(ResponseBody):
@@ -131,11 +139,28 @@ class ChatLogprobs(ResponseBody):
     content: list[TokenBody]
 
 
+class CalledFunction(ResponseBody):
+    """A function and the arguments that the model calls it with."""
+
+    name: str
+    arguments: str = Field(description="JSON text of an object.")
+
+
+class CallBody(ResponseBody):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatAnswer(ResponseBody):
-    """The message of an answer."""
+    """The message of an answer; what it does not have is left out, and content is null beside calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CallBody] | None = None
     refusal: None
 
 
@@ -145,7 +170,7 @@ class ChatChoice(ResponseBody):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: EndReason
 
 
 class ChatCompletion(ResponseBody):
@@ -160,11 +185,29 @@ class ChatCompletion(ResponseBody):
     timings: TimingsBody
 
 
+class FunctionDelta(ResponseBody):
+    """What a chunk adds to a function that is called."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(ResponseBody):
+    """What a chunk adds to a call; the first one of a call has its id and the function's name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(ResponseBody):
     """What a chunk adds to a message."""
 
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(ResponseBody):
@@ -173,7 +216,7 @@ class ChatChunkChoice(ResponseBody):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: EndReason | None
 
 
 class ChatChunk(ResponseBody):
@@ -203,7 +246,7 @@ class CompletionChoice(ResponseBody):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: EndReason | None
 
 
 class Completion(ResponseBody):
@@ -218,8 +261,9 @@ class Completion(ResponseBody):
     timings: TimingsBody | None = None
 
 
-def usage_body(usages: list[Usage], n_prompt: int) -> UsageBody:
+def usage_body(endings: list[Ending], n_prompt: int) -> UsageBody:
     """Counts of one request; `n_prompt`: tokens of its prompts, which several answers may share."""
+    usages = [ending.result.usage for ending in endings]
     n_generated = sum(usage.completion_tokens for usage in usages)
     cached = min(n_prompt, sum(usage.cached_tokens for usage in usages))
     return UsageBody(
@@ -227,6 +271,9 @@ def usage_body(usages: list[Usage], n_prompt: int) -> UsageBody:
         completion_tokens=n_generated,
         total_tokens=n_prompt + n_generated,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionDetails(
+            reasoning_tokens=sum(ending.reasoning_tokens for ending in endings)
+        ),
     )
 
 
@@ -241,11 +288,6 @@ def timings_body(result: GenerationResult) -> TimingsBody:
         decode_ms=1000 * timings.decode_s,
         acceptance_length=None if spec is None or not spec.verify_steps else spec.acceptance_length,
     )
-
-
-def finish_reason(result: GenerationResult) -> FinishReason:
-    """How an answer that was not cancelled ended."""
-    return "length" if result.finish_reason == "length" else "stop"
 
 
 def finite(logprob: float) -> float:

@@ -24,7 +24,7 @@ from pyggml_dflash.errors import (
     ModelFileError,
     UsageError,
 )
-from pyggml_dflash.serve.bodies import json_response
+from pyggml_dflash.serve.bodies import TAG_MARK, json_response
 
 LOG: Final = logging.getLogger(__name__)
 ANTHROPIC_PATHS: Final = "/v1/messages"
@@ -144,8 +144,8 @@ def problem_of_validation(error: RequestValidationError) -> Problem:
         reason = unreadable.get("ctx", {}).get("error", "it cannot be read")
         return Problem(400, f"the body is no JSON: {reason}", code="invalid_json")
     # Of a union's branches the one that fits best: it gets furthest, and refuses a value and not a type.
-    worst = max(found, key=lambda e: (len(_path(e["loc"])), not e["type"].endswith("_type")))
-    where = _path(worst["loc"])
+    worst = max(found, key=lambda e: (len(_path(e)), not e["type"].endswith("_type")))
+    where = _path(worst)
     if not where:
         what = "the body must be a JSON object, sent with Content-Type: application/json"
         return Problem(400, what, code="invalid_body")
@@ -153,9 +153,16 @@ def problem_of_validation(error: RequestValidationError) -> Problem:
     return Problem(400, _refusal(name, worst), code="invalid_value", param=name)
 
 
-def _path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Without what pydantic says of types: `body`, and the branches of unions."""
-    return tuple(part for part in loc if isinstance(part, int) or (part not in _NO_NOISE and "[" not in part))
+def _path(error: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """The names that lead to a field, without what pydantic adds: `body`, and the branches of unions."""
+    loc: tuple[int | str, ...] = error["loc"]
+    n_given = 1 if error["type"] == "extra_forbidden" else 0
+    n = len(loc) - n_given
+    return tuple(part for part in loc[:n] if isinstance(part, int) or not _is_type(part)) + loc[n:]
+
+
+def _is_type(part: str) -> bool:
+    return part in _NO_NOISE or "[" in part or part.startswith(TAG_MARK) or part[:1].isupper()
 
 
 def _refusal(name: str, error: Mapping[str, Any]) -> str:

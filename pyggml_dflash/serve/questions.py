@@ -6,14 +6,16 @@ protocol they speak.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from pyggml_dflash.api import AsyncTextStream, Engine
+from pyggml_dflash.api import AnswerParser, AsyncTextStream, Engine
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import MAX_SEED, SamplingOptions, Spec
 from pyggml_dflash.requests import ProgressCallback
+from pyggml_dflash.serve.parts import Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,12 @@ class Question:
     spec: Spec | None = None
     ignore_eos: bool = False
     continues_text: bool = False
+    parser: Callable[[], AnswerParser] | None = None  # takes an answer apart; None: all of it is content
+    one_call: bool = False  # the answer ends with its first call of a tool
+
+    def reader(self) -> Reader:
+        """What reads one answer."""
+        return Reader(None if self.parser is None else self.parser(), one_call=self.one_call)
 
     async def submit(self, engine: Engine, progress: ProgressCallback) -> AsyncTextStream:
         """Queue it; raises what the engine refuses."""
@@ -58,13 +66,29 @@ def check_choices(n: int, most: int) -> None:
         raise UsageError(f"{n} answers are asked for; this server gives at most {most} to one request")
 
 
-def chat_tokens(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A conversation as the model reads it, and what takes an answer to it apart."""
+
+    text: str = field(repr=False)
+    tokens: tuple[int, ...] = field(repr=False)
+    parser: Callable[[], AnswerParser]
+
+
+def chat_prompt(
     engine: Engine,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     reasoning: bool | None = None,
-) -> tuple[int, ...]:
-    """The prompt of a conversation, by the model's template. Takes a while: not for the event loop."""
-    prompt = engine.render_chat(messages, tools=tools, reasoning=reasoning)
-    return tuple(engine.tokenize(prompt, add_special=False))
+    begun: str = "",
+) -> ChatPrompt:
+    """The prompt of a conversation, by the model's template. Takes a while: not for the event loop.
+
+    `begun` is the beginning of the answer, which the model continues. Raises `UsageError` for tools and
+    messages that cannot be used.
+    """
+    text = engine.render_chat(messages, tools=tools, reasoning=reasoning) + begun
+    parser = partial(engine.answer_parser, text, tools=tools)
+    parser()  # refuses tools
+    return ChatPrompt(text=text, tokens=tuple(engine.tokenize(text, add_special=False)), parser=parser)

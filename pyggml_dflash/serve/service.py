@@ -43,6 +43,7 @@ class Service:
         self._engine: Engine | None = None
         self._reading: Reading | None = None
         self._refresh: asyncio.Task[None] | None = None
+        self._trim: asyncio.Task[int] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -95,6 +96,12 @@ class Service:
         await asyncio.wait({self._refresh}, timeout=READ_S)
         assert self._reading is not None
         return self._reading
+
+    async def trim(self) -> int:
+        """Trim scratch pools; the bytes released. Whoever asks meanwhile waits for the same trim."""
+        if self._trim is None or self._trim.done():
+            self._trim = asyncio.create_task(off_loop(self.engine.trim))
+        return await asyncio.shield(self._trim)
 
     async def _read(self, engine: Engine) -> None:
         with contextlib.suppress(EngineClosed):

@@ -9,17 +9,17 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from pyggml_dflash.requests import GenerationResult, Progress
+from pyggml_dflash.requests import Progress
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.bodies import ResponseBody, json_response
 from pyggml_dflash.serve.guard import request_id
-from pyggml_dflash.serve.parts import Part
+from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem, problem_of
 from pyggml_dflash.serve.questions import Question
 from pyggml_dflash.serve.service import Service
 
 T = TypeVar("T")
-Gathered: TypeAlias = "Sequence[tuple[Sequence[Part], GenerationResult]]"  # of every answer
+Gathered: TypeAlias = "Sequence[tuple[Sequence[Part], Ending]]"  # of every answer
 
 
 class Writer(Protocol):
@@ -31,8 +31,8 @@ class Writer(Protocol):
     def begin(self) -> Iterable[bytes]:
         """What comes before the answer."""
 
-    def write(self, index: int, event: Part | GenerationResult) -> Iterable[bytes]:
-        """What an event of an answer becomes; its result is the last one."""
+    def write(self, index: int, event: Part | Ending) -> Iterable[bytes]:
+        """What an event of an answer becomes; its ending is the last one."""
 
     def end(self) -> Iterable[bytes]:
         """What comes after all answers."""
@@ -92,7 +92,7 @@ class EventStream(Response):
             await out(self._writer.fail(problem_of(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _chunks(self, index: int, event: Progress | Part | GenerationResult) -> Iterable[bytes]:
+    def _chunks(self, index: int, event: Progress | Part | Ending) -> Iterable[bytes]:
         if isinstance(event, Progress):
             return [comment(f"{event.phase} {event.done}/{event.total}")]
         return self._writer.write(index, event)
@@ -123,19 +123,19 @@ async def _gone(receive: Receive) -> None:
 
 
 async def gather(receive: Receive, answers: Answers) -> Gathered | None:
-    """The parts and the result of every answer; None if the client went before they were there."""
+    """The parts and the ending of every answer; None if the client went before they were there."""
 
     async def collect() -> Gathered:
         parts: list[list[Part]] = [[] for _ in range(answers.n)]
-        results: dict[int, GenerationResult] = {}
+        endings: dict[int, Ending] = {}
         async for item in answers.events():
             assert item is not None
             index, event = item
-            if isinstance(event, GenerationResult):
-                results[index] = event
+            if isinstance(event, Ending):
+                endings[index] = event
             elif not isinstance(event, Progress):
                 parts[index].append(event)
-        return [(parts[i], results[i]) for i in range(answers.n)]
+        return [(parts[i], endings[i]) for i in range(answers.n)]
 
     return await unless_gone(receive, collect())
 

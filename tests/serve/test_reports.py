@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+import re
 
 import httpx
 import pytest
@@ -133,3 +136,18 @@ def test_drafting_is_counted() -> None:
 def test_every_answer_bears_an_id(server: Live) -> None:
     ids = [server.get(path).headers["x-request-id"] for path in ("/health", "/health", "/nowhere")]
     assert len(set(ids)) == 3
+
+
+def test_the_page_may_load_nothing_but_itself(pico: Engine) -> None:
+    with live(pico, api_key="k") as server:
+        answer = server.get("/")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        allowed = answer.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'sha256-" in allowed
+        assert "unsafe" not in allowed
+        for element in ("script", "style"):
+            (text,) = re.findall(f"<{element}>(.*?)</{element}>", answer.text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert f"{element}-src 'sha256-{digest}'" in allowed
+        leads_to = re.findall(r'(?:src|href|action)="([^"]*)"', answer.text)
+        assert leads_to == ["data:,", "#message"]

@@ -1,0 +1,293 @@
+"""POST /v1/responses. Layer 8."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from pyggml_dflash.serve.answers import Answers
+from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, BlockStart, blocks_of
+from pyggml_dflash.serve.bodies import json_bytes
+from pyggml_dflash.serve.documents import answer_responses
+from pyggml_dflash.serve.fields import check_count, with_given
+from pyggml_dflash.serve.parts import Ending, Part
+from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.questions import Question, chat_prompt
+from pyggml_dflash.serve.responses_bodies import (
+    AnswerText,
+    CachedDetails,
+    CallItem,
+    CallOutputItem,
+    FailureBody,
+    IncompleteDetails,
+    InputItem,
+    InputText,
+    ItemStatus,
+    MessageItem,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputReasoningText,
+    OutputText,
+    ReasoningDetails,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+    Status,
+)
+from pyggml_dflash.serve.service import Service, off_loop
+from pyggml_dflash.serve.sse import Gathered, data, reply
+from pyggml_dflash.serve.tool_fields import Offer, offer
+
+Turn = dict[str, Any]
+_DELTAS: Final = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+
+
+def response_routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post("/v1/responses", responses=answer_responses(ResponseObject), tags=["OpenAI"])
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        question = await off_loop(lambda: ask(service, body))
+
+        def writer(answers: Answers) -> ResponseWriter:
+            return ResponseWriter(service, answers, body, question)
+
+        return await reply(request, service, [question], writer, stream=bool(body.stream))
+
+    return router
+
+
+def ask(service: Service, body: ResponsesRequest) -> Question:
+    """The question of a request. Renders and tokenizes: not for the event loop."""
+    options = service.options
+    service.check_model(body.model)
+    service.desk.check_room(1)
+    turns = turns_of(body)
+    check_count(turns, options.max_messages, "input")
+    effort = None if body.reasoning is None else body.reasoning.effort
+    tools = offered(body)
+    prompt = chat_prompt(
+        service.engine, turns, tools=tools.tools, reasoning=None if effort is None else effort != "none"
+    )
+    max_tokens = options.default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
+    return Question(
+        tokens=prompt.tokens,
+        max_tokens=max_tokens,
+        sampling=with_given(options.sampling, {"temperature": body.temperature, "top_p": body.top_p}),
+        parser=prompt.parser,
+        one_call=tools.one_call,
+    )
+
+
+def offered(body: ResponsesRequest) -> Offer:
+    """What the model may call."""
+    return offer(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+
+
+def turns_of(body: ResponsesRequest) -> list[Turn]:
+    """The turns of a request. Reasoning and calls belong to the assistant's turn that they stand beside."""
+    turns: list[Turn] = [] if body.instructions is None else [_turn("system", body.instructions)]
+    if isinstance(body.input, str):
+        return [*turns, _turn("user", body.input)]
+    for item in body.input:
+        _add(turns, item)
+    return turns
+
+
+def _turn(role: str, content: str | list[dict[str, str]]) -> Turn:
+    return {"role": role, "content": content}
+
+
+def _add(turns: list[Turn], item: InputItem) -> None:
+    if isinstance(item, CallOutputItem):
+        turns.append({**_turn("tool", _texts(item.output)), "tool_call_id": item.call_id})
+    elif isinstance(item, MessageItem):
+        is_thought = bool(turns) and turns[-1].keys() == {"role", "content", "reasoning_content"}
+        if item.role == "assistant" and is_thought and not turns[-1]["content"]:
+            turns[-1]["content"] = _texts(item.content)
+        else:
+            turns.append(_turn(item.role, _texts(item.content)))
+    else:
+        if not turns or turns[-1]["role"] != "assistant":
+            turns.append(_turn("assistant", ""))
+        if isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            turns[-1].setdefault("tool_calls", []).append(call)
+        else:
+            thought = "".join(piece.text for piece in item.content or ())
+            turns[-1]["reasoning_content"] = turns[-1].get("reasoning_content", "") + thought
+
+
+def _texts(content: str | Sequence[InputText | AnswerText]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": piece.text} for piece in content]
+
+
+class ResponseWriter:
+    """Writes a response, whole and as events."""
+
+    def __init__(
+        self, service: Service, answers: Answers, body: ResponsesRequest, question: Question
+    ) -> None:
+        self._model, self._answers = service.model_name, answers
+        self._body, self._question = body, question
+        self._mark, self._created = uuid.uuid4().hex, int(time.time())
+        self._n_events = 0
+        self._blocks = Blocks()
+
+    def whole(self, gathered: Gathered) -> ResponseObject:
+        """The body of a request that is not streamed."""
+        ((parts, ending),) = gathered
+        return self._response(_status(ending), blocks_of(parts, ending), ending)
+
+    def begin(self) -> Iterator[bytes]:
+        """The response without its output."""
+        yield self._state("created", self._response("in_progress"))
+        yield self._state("in_progress", self._response("in_progress"))
+
+    def write(self, index: int, event: Part | Ending) -> Iterator[bytes]:
+        """Items as they come, then the whole response."""
+        if isinstance(event, Ending):
+            for last in self._blocks.finish(event):
+                yield from self._block_events(last)
+            status = _status(event)
+            yield self._state(status, self._response(status, self._blocks.done, event))
+        else:
+            for found in self._blocks.push(event.event):
+                yield from self._block_events(found)
+
+    def end(self) -> Iterable[bytes]:
+        """The whole response was the last event."""
+        return []
+
+    def fail(self, problem: Problem) -> Iterable[bytes]:
+        """The response as it failed."""
+        response = self._response("failed", self._blocks.done)
+        response.error = FailureBody(code="server_error", message=problem.message)
+        return [self._state("failed", response)]
+
+    def _response(
+        self, status: Status, blocks: Sequence[Block] = (), ending: Ending | None = None
+    ) -> ResponseObject:
+        body, sampling = self._body, self._question.sampling
+        cut = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
+        choice = "auto" if body.tool_choice is None else body.tool_choice
+        effort = None if body.reasoning is None else body.reasoning.effort
+        return ResponseObject(
+            id=f"resp_{self._mark}",
+            object="response",
+            created_at=self._created,
+            status=status,
+            error=None,
+            incomplete_details=cut,
+            instructions=body.instructions,
+            max_output_tokens=self._question.max_tokens,
+            metadata=body.metadata or {},
+            model=self._model,
+            output=[self._item(block, "incomplete" if block.is_cut else "completed") for block in blocks],
+            parallel_tool_calls=not self._question.one_call,
+            previous_response_id=None,
+            reasoning={"effort": effort, "summary": None},
+            store=False,
+            temperature=sampling.temperature,
+            text={"format": {"type": "text"}},
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            top_p=sampling.top_p,
+            truncation="disabled",
+            usage=None if ending is None else self._usage(ending),
+        )
+
+    def _usage(self, ending: Ending) -> ResponseUsage:
+        usage, n_prompt = ending.result.usage, self._answers.n_prompt
+        return ResponseUsage(
+            input_tokens=n_prompt,
+            input_tokens_details=CachedDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=ReasoningDetails(reasoning_tokens=ending.reasoning_tokens),
+            total_tokens=n_prompt + usage.completion_tokens,
+        )
+
+    def _block_events(self, event: BlockEvent) -> Iterator[bytes]:
+        """A block is an item, and all but calls have one part, which holds their text."""
+        block, kind = event.block, _DELTAS[event.block.kind]
+        at_item = {"item_id": self._item_id(block), "output_index": block.index}
+        at_part = at_item if block.kind == "call" else {**at_item, "content_index": 0}
+        if block.kind == "text":
+            at_part["logprobs"] = []
+        at_output = {"output_index": block.index}
+        if isinstance(event, BlockStart):
+            item = self._item(block, "in_progress", empty=True).model_dump()
+            yield self._event("response.output_item.added", {**at_output, "item": item})
+            if block.kind != "call":
+                part = {**at_item, "content_index": 0, "part": _part(block).model_dump()}
+                yield self._event("response.content_part.added", part)
+        elif isinstance(event, BlockDelta):
+            yield self._event(f"{kind}.delta", {**at_part, "delta": event.text})
+        else:
+            text = (
+                {"arguments": block.text, "name": block.name}
+                if block.kind == "call"
+                else {"text": block.text}
+            )
+            yield self._event(f"{kind}.done", {**at_part, **text})
+            if block.kind != "call":
+                part = {**at_item, "content_index": 0, "part": _part(block).model_dump()}
+                yield self._event("response.content_part.done", part)
+            item = self._item(block, "incomplete" if block.is_cut else "completed").model_dump()
+            yield self._event("response.output_item.done", {**at_output, "item": item})
+
+    def _item_id(self, block: Block) -> str:
+        prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
+        return f"{prefix}_{self._mark}_{block.index}"
+
+    def _item(self, block: Block, status: ItemStatus, *, empty: bool = False) -> OutputItem:
+        """`empty`: without its part."""
+        name = self._item_id(block)
+        if block.kind == "call":
+            return OutputCall(
+                id=name,
+                type="function_call",
+                status=status,
+                call_id=block.id,
+                name=block.name,
+                arguments=block.text,
+            )
+        part = _part(block)
+        if isinstance(part, OutputReasoningText):
+            content = [] if empty else [part]
+            return OutputReasoning(id=name, type="reasoning", status=status, summary=[], content=content)
+        texts = [] if empty else [part]
+        return OutputMessage(id=name, type="message", role="assistant", status=status, content=texts)
+
+    def _state(self, state: str, response: ResponseObject) -> bytes:
+        return self._event(f"response.{state}", {"response": response.model_dump()})
+
+    def _event(self, kind: str, body: Mapping[str, Any]) -> bytes:
+        self._n_events += 1
+        whole = {"type": kind, "sequence_number": self._n_events - 1, **body}
+        return data(json_bytes(whole), event=kind)
+
+
+def _status(ending: Ending) -> Status:
+    return "incomplete" if ending.reason == "length" else "completed"
+
+
+def _part(block: Block) -> OutputText | OutputReasoningText:
+    if block.kind == "reasoning":
+        return OutputReasoningText(type="reasoning_text", text=block.text)
+    return OutputText(type="output_text", text=block.text, annotations=[], logprobs=[])

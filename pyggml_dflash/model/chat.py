@@ -26,6 +26,7 @@ from pyggml_dflash.model.answer import REASONING_TAGS, AnswerForm
 from pyggml_dflash.model.call_parser import CALL_OPEN, FUNCTION_OPEN
 from pyggml_dflash.model.messages import Message, Turn, read_messages
 from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS, Tokenizer
+from pyggml_dflash.model.tools import read_tools
 
 log = logging.getLogger(__name__)
 
@@ -152,11 +153,9 @@ class ChatTemplate:
         return f"the chat template refuses {where}: {str(error) or type(error).__name__}"
 
     def _tool_variables(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        read_tools(tools)
         if not tools:
             return {"tools": None}
-        for i, tool in enumerate(tools):
-            if not isinstance(tool, Mapping):
-                raise UsageError(f"tools[{i}] is {str(tool)[:60]!r}; it must be an object")
         if "tools" not in self._reads:
             raise UsageError("tools cannot be used: this model's chat template has no place for them")
         return {"tools": [dict(tool) for tool in tools]}

@@ -241,6 +241,9 @@ def test_tools_are_used_or_refused(tokenizer: Tokenizer) -> None:
         render(PLAIN, tokenizer, tools=[TOOL])
     with pytest.raises(UsageError, match=r"tools\[1\] is 'x'"):
         render(source, tokenizer, tools=[TOOL, "x"])
+    for wrong in (5, 0, "x", "", TOOL, {}):  # some of which look like no tools at all
+        with pytest.raises(UsageError, match=r"tools is .*; it must be a list of objects"):
+            render(source, tokenizer, tools=wrong)
 
 
 def test_leading_system_messages_become_one(tokenizer: Tokenizer) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         fit_report,
         inspect_model,
     )
+    from pyggml_dflash.batch import Batch, BatchRequest, BatchResult
     from pyggml_dflash.errors import (
         BackendError,
         Cancelled,
@@ -79,6 +80,7 @@ _MODULES = {
         "fit_report",
         "inspect_model",
     ),
+    "batch": ("Batch", "BatchRequest", "BatchResult"),
     "errors": (
         "BackendError",
         "Cancelled",
@@ -122,6 +124,9 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "BackendError",
+    "Batch",
+    "BatchRequest",
+    "BatchResult",
     "Cancelled",
     "Constraint",
     "ContextFitError",

@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pyggml_dflash.batch import Batch, BatchItem, BatchRequest, BatchResult
 from pyggml_dflash.engine.constraint import JSON_SPACE
 from pyggml_dflash.engine.convert import ConvertedDraft, convert_draft
 from pyggml_dflash.engine.core import EngineCore
@@ -639,6 +640,15 @@ class Engine:
         ) as stream:
             return stream.result
 
+    def batch(self, requests: Iterable[BatchItem], *, ordered: bool = True) -> Batch:
+        """Answer many requests, as many at a time as there are slots; iterate over the results.
+
+        A request is a text or token ids to continue, or a `BatchRequest`; they are taken one by one while
+        somebody iterates. One that fails is a result with its error. `ordered` False: results come as they
+        get ready. Leaving the `with` block of the batch cancels what still runs.
+        """
+        return Batch(self, requests, ordered=ordered)
+
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` adds what the model expects at the start (BOS)."""
         self._thread.check_open()
@@ -792,6 +802,10 @@ __all__ = [
     "AnswerEvent",
     "AnswerParser",
     "AsyncTextStream",
+    "Batch",
+    "BatchItem",
+    "BatchRequest",
+    "BatchResult",
     "CallArguments",
     "CallEnd",
     "CallStart",

@@ -25,6 +25,7 @@ LAYERS: Final = {
     "pyggml_dflash.state": 5,
     "pyggml_dflash.engine": 6,
     "pyggml_dflash.api": 7,
+    "pyggml_dflash.batch": 7,
     "pyggml_dflash": 7,  # its names are those of `api` and of layer 0
     "pyggml_dflash.serve": 8,
     "dflash_cli": 9,

@@ -28,6 +28,7 @@ LAYERS: Final = {
     "pyggml_dflash.batch": 7,
     "pyggml_dflash": 7,  # its names are those of `api` and of layer 0
     "pyggml_dflash.serve": 8,
+    "pyggml_dflash.jsonl": 8,
     "dflash_cli": 9,
     "pyggml_dflash.__main__": 9,  # starts the command line
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import FrameType, TracebackType
+from typing import Protocol
 
 from dflash_cli.build_info import read_build
 from dflash_cli.main import INTERRUPTED
@@ -53,15 +54,22 @@ def warn_of_cpu(device: str) -> None:
         )
 
 
+class Cancellable(Protocol):
+    """Something that runs, and stops soon after `cancel`, which any thread may call."""
+
+    def cancel(self) -> None:
+        """Ask it to stop."""
+
+
 class StopOnInterrupt:
-    """While open, Ctrl-C cancels `stream`; the `last`-th one ends the process at once with exit code 130.
+    """While open, Ctrl-C cancels `running`; the `last`-th one ends the process at once with exit code 130.
 
     A thread of its own reacts, told by the signal's C handler: a handler in Python has to wait until the
     main thread runs Python again, which it does not while it waits for the next piece of an answer.
     """
 
-    def __init__(self, stream: TextStream, *, last: int) -> None:
-        self._stream, self._last = stream, last
+    def __init__(self, running: Cancellable, *, last: int) -> None:
+        self._running, self._last = running, last
         self._stack = ExitStack()
 
     def __enter__(self) -> StopOnInterrupt:
@@ -92,7 +100,7 @@ class StopOnInterrupt:
             if n_pressed >= self._last:
                 _leave()
             if n_pressed:
-                self._stream.cancel()
+                self._running.cancel()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

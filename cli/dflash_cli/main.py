@@ -21,6 +21,7 @@ INTERRUPTED: Final = 130
 COMMANDS: Final = {
     "run": "Generate text from a prompt and stream it to standard output.",
     "chat": "Talk with a model in the terminal.",
+    "batch": "Answer every line of a file, and write one record for each.",
     "fit": "Show which context fits, and where the memory goes.",
     "inspect": "Show what is in a GGUF file and what it takes to run it.",
     "convert-draft": "Write a DFlash draft as a GGUF file, which llama.cpp reads as well.",
@@ -99,7 +100,8 @@ def cli() -> None:
     """Run GGUF language models on ggml.
 
     Exit codes: 0 done; 1 failure while running; 2 a value was refused; 3 a model file is missing, damaged
-    or not supported; 4 it does not fit, the message says what would; 130 interrupted.
+    or not supported; 4 it does not fit, the message says what would; 5 a batch has failed lines; 130
+    interrupted.
     """
 
 

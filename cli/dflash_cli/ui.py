@@ -191,6 +191,14 @@ def _prefill_bar() -> RichProgress:
     return _bar(BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn())
 
 
+def lines_bar() -> RichProgress:
+    """A bar of lines with a field `note` behind it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    note = TextColumn("{task.fields[note]}")
+    return _bar(BarColumn(), MofNCompleteColumn(), note, TimeRemainingColumn())
+
+
 def _bar(*columns: ProgressColumn) -> RichProgress:
     from rich.console import Console
     from rich.progress import Progress as RichProgress

@@ -1,0 +1,192 @@
+"""`dflash batch`: a file of requests in, a file of records out. Layer 9."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import click
+
+from dflash_cli.answer import StopOnInterrupt, open_engine
+from dflash_cli.batch_progress import BatchProgress
+from dflash_cli.flags import AnswerOptions, answer_options, apply, engine_options, sampling_options
+from dflash_cli.main import INTERRUPTED
+from dflash_cli.params import Text
+from dflash_cli.ui import ProgressBars, say
+from pyggml_dflash.api import Engine
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.jsonl.bodies import Defaults
+from pyggml_dflash.jsonl.files import LineBatch, settings_digest
+from pyggml_dflash.jsonl.lines import Format
+from pyggml_dflash.jsonl.output import Existing
+from pyggml_dflash.jsonl.worker import LineWorker
+from pyggml_dflash.options import EngineOptions, SamplingOptions
+
+FAILED_LINES: Final = 5
+NAMES: Final = {"jsonl": "JSON", "text": "plain text"}
+
+_FILES: Final = (
+    click.argument("source", metavar="IN", type=click.Path(path_type=Path)),
+    click.option(
+        "-o", "--output", type=click.Path(path_type=Path), required=True, help="File that gets the records."
+    ),
+    click.option(
+        "--format",
+        type=click.Choice(["auto", *get_args(Format)]),
+        default="auto",
+        show_default=True,
+        help="What lines of IN are; 'auto': what its name says, else JSON if the first begins with '{'.",
+    ),
+    click.option("--resume", is_flag=True, help="Go on with the records that the output has."),
+    click.option("--overwrite", is_flag=True, help="Start again if the output exists."),
+    click.option(
+        "--ordered/--unordered", default=True, help="Records in the order of lines, or as they get ready."
+    ),
+    click.option("--raw", is_flag=True, help="Continue prompts as they are, without the chat template."),
+    click.option(
+        "--model-name",
+        type=Text(),
+        multiple=True,
+        help="Name under which lines may ask for the model, beside its own; repeatable.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Which files, how they are read and written, and what their prompts are."""
+
+    source: Path
+    target: Path
+    format: Format | None
+    existing: Existing
+    ordered: bool
+    raw: bool
+    model_names: tuple[str, ...]
+
+
+def files_options(command: Callable[..., None]) -> Callable[..., None]:
+    """IN and the flags of `Files`; the command receives them as `files`."""
+
+    @functools.wraps(command)
+    def with_files(
+        *,
+        source: Path,
+        output: Path,
+        format: str,
+        resume: bool,
+        overwrite: bool,
+        ordered: bool,
+        raw: bool,
+        model_name: tuple[str, ...],
+        **rest: Any,
+    ) -> None:
+        if resume and overwrite:
+            raise UsageError("--resume and --overwrite contradict each other; pass one of them")
+        files = Files(
+            source=source,
+            target=output,
+            format="jsonl" if format == "jsonl" else "text" if format == "text" else None,
+            existing="resume" if resume else "overwrite" if overwrite else "refuse",
+            ordered=ordered,
+            raw=raw,
+            model_names=model_name,
+        )
+        command(files=files, **rest)
+
+    return apply(_FILES, with_files)
+
+
+@click.command()
+@files_options
+@answer_options
+@sampling_options
+@engine_options
+@click.option("--quiet", is_flag=True, help="No progress and notices on standard error.")
+@click.pass_context
+def batch(
+    ctx: click.Context,
+    files: Files,
+    answer: AnswerOptions,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+    quiet: bool,
+) -> None:
+    """Answer every line of a file, and write one record for each.
+
+    A line is a request of OpenAI's batch format, an object with "prompt" or "messages" and fields of such a
+    request beside it, or plain text. A prompt is one user turn of the model's chat template. Flags hold
+    where a line says nothing. A record is OpenAI's too. A line that fails gets one with its error, and the
+    exit code is 5. Each record is on the disk before the next; after Ctrl-C or a crash --resume goes on.
+    """
+    answer.check()
+    defaults = defaults_of(files, answer, sampling)
+    settings = settings_digest(engine, defaults, files.format)
+    with open_batch(files, settings) as lines:
+        if not quiet and files.format is None:
+            say(f"taking the lines of {lines.source} for {NAMES[lines.format]}")
+        stopped = lines.n_left > 0 and answer_lines(lines, files, defaults, settings, engine, quiet=quiet)
+        if not quiet and lines.n_left == 0:
+            say(f"each of {lines.n_lines} lines has its record in {lines.target}; {lines.n_failed} failed")
+        ctx.exit(INTERRUPTED if stopped else FAILED_LINES if lines.n_failed else 0)
+
+
+def defaults_of(files: Files, answer: AnswerOptions, sampling: SamplingOptions) -> Defaults:
+    """What holds for lines that say nothing."""
+    if files.raw and (answer.system is not None or answer.reasoning is not None):
+        flag = "--system" if answer.system is not None else "--reasoning"
+        raise UsageError(f"{flag} works through the chat template, which --raw leaves out")
+    return Defaults(
+        system=answer.system,
+        reasoning=answer.reasoning,
+        stop=answer.stop,
+        max_tokens=answer.max_tokens,
+        sampling=sampling,
+        raw=files.raw,
+        model_names=files.model_names,
+    )
+
+
+def open_batch(files: Files, settings: str) -> LineBatch:
+    """The batch; refuses what is wrong with its files."""
+    return LineBatch(
+        files.source,
+        files.target,
+        settings=settings,
+        format=files.format,
+        existing=files.existing,
+        ordered=files.ordered,
+    )
+
+
+def answer_lines(
+    lines: LineBatch,
+    files: Files,
+    defaults: Defaults,
+    settings: str,
+    engine: EngineOptions,
+    *,
+    quiet: bool,
+) -> bool:
+    """Write the records that are missing; True if Ctrl-C came before the last."""
+    with ProgressBars(quiet=quiet) as bars, open_engine(engine, bars, quiet=quiet) as opened:
+        worker = LineWorker(opened, for_model(opened, defaults, quiet=quiet), settings)
+        lines.begin()
+        records = worker.run(lines.tasks(), ordered=files.ordered)
+        with records, StopOnInterrupt(records, last=2), BatchProgress(lines, quiet=quiet) as progress:
+            for record in records:
+                lines.write(record)
+                progress.add(record)
+        return records.cancelled and lines.n_left > 0
+
+
+def for_model(engine: Engine, defaults: Defaults, *, quiet: bool) -> Defaults:
+    """The defaults, with prompts continued as they are where the model has no chat template."""
+    if defaults.raw or engine.info.has_chat_template or defaults.system is not None:
+        return defaults
+    if not quiet:
+        say("the model has no chat template: prompts are continued as with --raw")
+    return replace(defaults, raw=True)

@@ -1,0 +1,49 @@
+"""Answers lines with one engine: in the command's process, or in each of several that Ray runs. Layer 8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pyggml_dflash.api import Engine
+from pyggml_dflash.batch import SPARE, InFlight, Streams
+from pyggml_dflash.errors import Cancelled, EngineClosed
+from pyggml_dflash.jsonl.answers import body_of
+from pyggml_dflash.jsonl.bodies import Ask, Defaults, understand
+from pyggml_dflash.jsonl.lines import Task
+from pyggml_dflash.jsonl.problems import problem_of, refused
+from pyggml_dflash.jsonl.records import Record, answered, failed
+
+
+class LineWorker:
+    """Makes records of tasks; the engine stays the caller's to close."""
+
+    def __init__(self, engine: Engine, defaults: Defaults, settings: str) -> None:
+        """`settings`: the digest that records bear."""
+        self._engine, self._defaults, self._settings = engine, defaults, settings
+
+    def run(self, tasks: Iterable[Task], *, ordered: bool) -> InFlight[Task, Record]:
+        """The records of tasks, as many in flight as keep every slot busy; exactly one for each."""
+        return InFlight(self.record, tasks, n=self._engine.options.slots + SPARE, ordered=ordered)
+
+    def record(self, task: Task, streams: Streams) -> Record:
+        """The record of one task. Raises only what ends the batch: `Cancelled`, `EngineClosed`."""
+        if task.problem is not None:
+            return failed(task, self._settings, task.problem)
+        try:
+            ask = understand(task.value, self._defaults)
+            model = self._model(ask)
+            results = [streams.answer(request, self._engine) for request in ask.all_requests]
+            return answered(task, self._settings, body_of(self._engine, ask, results, model))
+        except (Cancelled, EngineClosed):
+            raise
+        except Exception as error:
+            return failed(task, self._settings, problem_of(error))
+
+    def _model(self, ask: Ask) -> str:
+        """The name that the answer bears; refuses that of a model which is not there."""
+        info = self._engine.info
+        own = (*self._defaults.model_names, info.name)
+        if ask.model is not None and ask.model not in (*own, info.model.stem, info.model.name):
+            message = f"the model {ask.model[:80]!r} is not here; there is {own[0]!r}"
+            raise refused("model_not_found", message, status=404)
+        return ask.model or own[0]

@@ -1,0 +1,265 @@
+"""What lines ask for: which names are used, which change nothing, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pyggml_dflash.batch import BatchRequest
+from pyggml_dflash.errors import UsageError
+from pyggml_dflash.jsonl.bodies import Ask, Defaults, understand
+from pyggml_dflash.jsonl.problems import Refused
+from pyggml_dflash.options import MAX_SEED, SamplingOptions
+
+USER = {"role": "user", "content": "Hi"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def enveloped(body: Any, url: str = "/v1/chat/completions") -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": body}
+
+
+def one(value: Any, defaults: Defaults | None = None) -> BatchRequest:
+    (request,) = understand(value, defaults or Defaults()).requests
+    return request
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Hi",
+        {"prompt": "Hi"},
+        {"messages": [USER]},
+        enveloped({"messages": [USER]}),
+        {"prompt": "Hi", "n": None},
+    ],
+)
+def test_every_form_of_a_line_is_the_same_turn(value: Any) -> None:
+    assert understand(value, Defaults()) == Ask(
+        kind="chat", model=None, requests=(BatchRequest(messages=[USER]),)
+    )
+
+
+@pytest.mark.parametrize("value", ["Hi", {"prompt": "Hi"}, enveloped({"prompt": "Hi"}, "/v1/completions")])
+def test_a_raw_prompt_is_continued(value: Any) -> None:
+    assert understand(value, Defaults(raw=True)) == Ask(
+        kind="completion", model=None, requests=(BatchRequest(prompt="Hi"),)
+    )
+
+
+def test_a_system_message_stands_in_front_unless_the_line_has_one() -> None:
+    brief = Defaults(system="Be brief.")
+    for value in ("Hi", {"prompt": "Hi"}, {"messages": [USER]}, enveloped({"messages": [USER]})):
+        assert one(value, brief).messages == [SYSTEM, USER]
+    for role in ("system", "developer"):
+        own = [{"role": role, "content": "Be long."}, USER]
+        assert one({"messages": own}, brief).messages == own
+
+
+EVERYTHING = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.2,
+    "presence_penalty": 0.3,
+    "logit_bias": {"5": -1, "198": 2.5},
+    "seed": 3,
+}
+SAMPLED = SamplingOptions(**{**EVERYTHING, "logit_bias": {5: -1, 198: 2.5}})
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_what_a_line_says_wins_over_the_flags(url: str) -> None:
+    flags = Defaults(sampling=SamplingOptions(seed=9, top_k=2), stop=("x",), max_tokens=5)
+    asked = {"messages": [USER]} if "chat" in url else {"prompt": "Hi"}
+    silent = one(enveloped(asked, url), flags)
+    assert (silent.sampling, silent.stop, silent.max_tokens) == (flags.sampling, ("x",), 5)
+    told = one(enveloped({**asked, **EVERYTHING, "stop": ["a", "b"], "max_tokens": 7}, url), flags)
+    assert (told.sampling, told.stop, told.max_tokens) == (SAMPLED, ("a", "b"), 7)
+    assert one(enveloped({**asked, "stop": "a", "spec": "off"}, url)).stop == ("a",)
+
+
+def test_fields_of_a_conversation_reach_the_request() -> None:
+    body = {
+        "messages": [USER],
+        "tools": [TOOL],
+        "max_completion_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    request = one(enveloped(body))
+    assert (request.tools, request.max_tokens, request.logprobs) == ([TOOL], 4, 2)
+    assert one({"messages": [USER], "logprobs": True}).logprobs == 0
+    assert one({"messages": [USER], "logprobs": False}).logprobs is None
+    for body, reasoning in [
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "high"}, True),
+        ({}, None),
+    ]:
+        assert one({"messages": [USER], **body}).reasoning is reasoning
+    assert one({"prompt": "Hi"}, Defaults(reasoning=True)).reasoning is True
+
+
+def test_tools_that_must_not_be_called_are_shown_and_not_called() -> None:
+    asked = {"messages": [USER], "tools": [TOOL]}
+    assert understand(asked, Defaults()).may_call
+    silent = understand({**asked, "tool_choice": "none"}, Defaults())
+    assert not silent.may_call
+    assert silent.requests[0].tools == [TOOL]
+    assert one({"messages": [USER], "tools": []}).tools is None
+
+
+def test_fields_of_a_completion_reach_the_request() -> None:
+    for prompt, expected in [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], "b"], [[1], "b"]),
+    ]:
+        ask = understand(enveloped({"prompt": prompt, "logprobs": 3}, "/v1/completions"), Defaults())
+        assert [request.prompt for request in ask.requests] == expected
+        assert {request.logprobs for request in ask.requests} == {3}
+    assert one(enveloped({"prompt": "a", "ignore_eos": True}, "/v1/completions")).ignore_eos
+
+
+def test_several_answers_have_a_seed_each_where_one_was_given() -> None:
+    ask = understand(
+        enveloped({"prompt": ["a", "b"], "n": 2, "seed": MAX_SEED}, "/v1/completions"), Defaults()
+    )
+    found = [(request.prompt, request.sampling.seed) for request in ask.all_requests]
+    assert found == [("a", MAX_SEED), ("a", 0), ("b", MAX_SEED), ("b", 0)]
+    fresh = understand({"prompt": "a", "n": 3}, Defaults())
+    assert [request.sampling.seed for request in fresh.all_requests] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {
+            "user": "me",
+            "metadata": {"a": 1},
+            "store": True,
+            "service_tier": "auto",
+            "parallel_tool_calls": False,
+        },
+        {"stream": False, "n": 1, "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"functions": None, "audio": None, "temperature": None, "stop": None, "tool_choice": "auto"},
+    ],
+)
+def test_what_changes_nothing_is_accepted(extra: dict[str, Any]) -> None:
+    assert one(enveloped({"messages": [USER], **extra})) == BatchRequest(messages=[USER])
+
+
+CHAT_REFUSED = [
+    ({"frobnicate": 1}, "'frobnicate' is not known here; it would be ignored, so it is refused"),
+    ({"functions": []}, "'functions' is not supported here"),
+    ({"temperature": "hot"}, "temperature is 'hot'"),
+    ({"temperature": True}, "temperature is True"),
+    ({"temperature": -1}, "temperature is -1"),
+    ({"top_k": 1.5}, "top_k is 1.5"),
+    ({"seed": -1}, "seed is -1"),
+    ({"logit_bias": [1]}, "logit_bias is [1]; it must map"),
+    ({"logit_bias": {"a": 1}}, "logit_bias token is 'a'"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias of token 5 is 'x'"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": "5"}, "max_tokens is '5'"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "differ"),
+    ({"stop": 5}, "stop is 5"),
+    ({"stop": [""]}, "stop is ('',)"),
+    ({"n": 0}, "n is 0"),
+    ({"n": 129}, "n is 129"),
+    ({"model": 5}, "model is 5"),
+    ({"stream": True}, "stream is true; a batch has whole answers"),
+    ({"stream_options": {"include_usage": True}}, "stream_options has no meaning"),
+    ({"logprobs": 5}, "logprobs is 5"),
+    ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs is not true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort is 'huge'"),
+    ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is {'x': 1}"),
+    ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs.thinking is 1"),
+    ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "contradict"),
+    ({"response_format": {"type": "json_object"}}, "response_format is"),
+    ({"modalities": ["audio"]}, "modalities is ['audio']"),
+    ({"tool_choice": "required"}, "tool_choice is 'required'"),
+    ({"spec": "eagle"}, "spec is 'eagle'"),
+    ({"messages": []}, "messages is []"),
+    ({"messages": "Hi"}, "messages is 'Hi'"),
+    ({"messages": None}, "messages is None"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), CHAT_REFUSED)
+def test_what_a_conversation_cannot_have_is_refused_by_its_name(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        understand(enveloped({"messages": [USER], **extra}), Defaults())
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt is None"),
+        ({"prompt": ""}, None),  # the engine's to refuse: another model may begin with a token of its own
+        ({"prompt": []}, "prompt is []"),
+        ({"prompt": [1, "a"]}, "prompt is [1, 'a']"),
+        ({"prompt": {"a": 1}}, "prompt is {'a': 1}"),
+        ({"prompt": ["a"] * 2049}, "prompt has 2049 items; a line may have 2048"),
+        ({"prompt": "a", "echo": True}, "echo is true"),
+        ({"prompt": "a", "best_of": 2}, "best_of is not 1"),
+        ({"prompt": "a", "suffix": "b"}, "'suffix' is not supported here"),
+        ({"prompt": "a", "logprobs": True}, "logprobs is True"),
+        ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1"),
+        ({"prompt": "a", "messages": [USER]}, "'messages' is not known here"),
+    ],
+)
+def test_what_a_completion_cannot_have_is_refused(body: dict[str, Any], message: str | None) -> None:
+    value = enveloped(body, "/v1/completions")
+    if message is None:
+        assert one(value).prompt == ""
+        return
+    with pytest.raises(UsageError) as refused:
+        understand(value, Defaults())
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "the line has nothing; a request has one of 'prompt', 'messages', or"),
+        ({"text": "a"}, "the line has 'text'; a request has one of"),
+        ({"prompt": "a", "messages": [USER]}, "the line has 'prompt', 'messages'; a request has one of"),
+        ({"prompt": 5}, "prompt is 5; it must be text"),
+        ({"prompt": ""}, "prompt is ''"),
+        ({"prompt": ["a"]}, "prompt is ['a']; it must be text; tokens and lists need --raw"),
+        ({"prompt": "a", "x": 1}, "'x' is not known here"),
+        (enveloped([]), "body is []; it must be an object"),
+        ({**enveloped({"messages": [USER]}), "x": 1}, "'x' is not known here"),
+        ({**enveloped({"messages": [USER]}), "prompt": "a"}, "'prompt' is not known here"),
+    ],
+)
+def test_what_is_no_form_of_a_line_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        understand(value, Defaults())
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"method": "GET"}, "invalid_method"),
+        ({"method": None}, "invalid_method"),
+        ({"url": "/v1/embeddings"}, "invalid_url"),
+        ({"url": None}, "invalid_url"),
+        ({"url": 5}, "invalid_url"),
+    ],
+)
+def test_another_method_or_url_is_refused(change: dict[str, Any], code: str) -> None:
+    with pytest.raises(Refused) as refused:
+        understand({**enveloped({"messages": [USER]}), **change}, Defaults())
+    assert (refused.value.problem.status, refused.value.problem.code) == (400, code)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -14,15 +15,16 @@ from dflash_cli.answer import StopOnInterrupt, open_engine
 from dflash_cli.batch_progress import BatchProgress
 from dflash_cli.flags import AnswerOptions, answer_options, apply, engine_options, sampling_options
 from dflash_cli.main import INTERRUPTED
-from dflash_cli.params import Text
+from dflash_cli.params import Text, WholeNumber
 from dflash_cli.ui import ProgressBars, say
-from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.jsonl.bodies import Defaults
 from pyggml_dflash.jsonl.files import LineBatch, settings_digest
 from pyggml_dflash.jsonl.lines import Format
+from pyggml_dflash.jsonl.on_ray import RayOptions, answer_on_ray, check_ray
 from pyggml_dflash.jsonl.output import Existing
-from pyggml_dflash.jsonl.worker import LineWorker
+from pyggml_dflash.jsonl.records import Record
+from pyggml_dflash.jsonl.worker import LineWorker, fitting
 from pyggml_dflash.options import EngineOptions, SamplingOptions
 
 FAILED_LINES: Final = 5
@@ -51,6 +53,19 @@ _FILES: Final = (
         type=Text(),
         multiple=True,
         help="Name under which lines may ask for the model, beside its own; repeatable.",
+    ),
+)
+_RAY: Final = (
+    click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Answer on a cluster of Ray, or with 'local' in processes of it here.",
+    ),
+    click.option(
+        "--ray-workers", type=WholeNumber(), default=1, show_default=True, help="Engines that Ray runs."
+    ),
+    click.option(
+        "--ray-gpus", type=float, default=0.0, show_default=True, help="GPUs that Ray gives to each engine."
     ),
 )
 
@@ -100,11 +115,39 @@ def files_options(command: Callable[..., None]) -> Callable[..., None]:
     return apply(_FILES, with_files)
 
 
+def ray_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The flags of `RayOptions`; the command receives them as `where`, None without --ray."""
+
+    @functools.wraps(command)
+    def with_ray(*, ray: str | None, ray_workers: int, ray_gpus: float, **rest: Any) -> None:
+        where = None if ray is None else RayOptions(address=ray, workers=ray_workers, gpus=ray_gpus)
+        if where is not None:
+            check_ray()
+        elif (ray_workers, ray_gpus) != (1, 0):
+            raise UsageError("--ray-workers and --ray-gpus need --ray")
+        command(where=where, **rest)
+
+    return apply(_RAY, with_ray)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How the lines of a batch are answered."""
+
+    engine: EngineOptions
+    defaults: Defaults
+    settings: str
+    where: RayOptions | None
+    ordered: bool
+    quiet: bool
+
+
 @click.command()
 @files_options
 @answer_options
 @sampling_options
 @engine_options
+@ray_options
 @click.option("--quiet", is_flag=True, help="No progress and notices on standard error.")
 @click.pass_context
 def batch(
@@ -113,6 +156,7 @@ def batch(
     answer: AnswerOptions,
     sampling: SamplingOptions,
     engine: EngineOptions,
+    where: RayOptions | None,
     quiet: bool,
 ) -> None:
     """Answer every line of a file, and write one record for each.
@@ -125,13 +169,18 @@ def batch(
     answer.check()
     defaults = defaults_of(files, answer, sampling)
     settings = settings_digest(engine, defaults, files.format)
+    work = Work(
+        engine=engine, defaults=defaults, settings=settings, where=where, ordered=files.ordered, quiet=quiet
+    )
     with open_batch(files, settings) as lines:
         if not quiet and files.format is None:
             say(f"taking the lines of {lines.source} for {NAMES[lines.format]}")
-        stopped = lines.n_left > 0 and answer_lines(lines, files, defaults, settings, engine, quiet=quiet)
-        if not quiet and lines.n_left == 0:
+        answer_lines(lines, work)
+        if lines.n_left:
+            ctx.exit(INTERRUPTED)
+        if not quiet:
             say(f"each of {lines.n_lines} lines has its record in {lines.target}; {lines.n_failed} failed")
-        ctx.exit(INTERRUPTED if stopped else FAILED_LINES if lines.n_failed else 0)
+        ctx.exit(FAILED_LINES if lines.n_failed else 0)
 
 
 def defaults_of(files: Files, answer: AnswerOptions, sampling: SamplingOptions) -> Defaults:
@@ -162,31 +211,46 @@ def open_batch(files: Files, settings: str) -> LineBatch:
     )
 
 
-def answer_lines(
-    lines: LineBatch,
-    files: Files,
-    defaults: Defaults,
-    settings: str,
-    engine: EngineOptions,
-    *,
-    quiet: bool,
-) -> bool:
-    """Write the records that are missing; True if Ctrl-C came before the last."""
-    with ProgressBars(quiet=quiet) as bars, open_engine(engine, bars, quiet=quiet) as opened:
-        worker = LineWorker(opened, for_model(opened, defaults, quiet=quiet), settings)
+def answer_lines(lines: LineBatch, work: Work) -> None:
+    """Write the records that are missing, all of them unless Ctrl-C comes first."""
+    if lines.n_left == 0:
         lines.begin()
-        records = worker.run(lines.tasks(), ordered=files.ordered)
-        with records, StopOnInterrupt(records, last=2), BatchProgress(lines, quiet=quiet) as progress:
-            for record in records:
-                lines.write(record)
-                progress.add(record)
-        return records.cancelled and lines.n_left > 0
+    elif work.where is None:
+        answer_here(lines, work)
+    else:
+        answer_elsewhere(lines, work, work.where)
 
 
-def for_model(engine: Engine, defaults: Defaults, *, quiet: bool) -> Defaults:
-    """The defaults, with prompts continued as they are where the model has no chat template."""
-    if defaults.raw or engine.info.has_chat_template or defaults.system is not None:
-        return defaults
-    if not quiet:
-        say("the model has no chat template: prompts are continued as with --raw")
-    return replace(defaults, raw=True)
+def answer_here(lines: LineBatch, work: Work) -> None:
+    """With one engine in this process."""
+    with (
+        ProgressBars(quiet=work.quiet) as bars,
+        open_engine(work.engine, bars, quiet=work.quiet) as engine,
+    ):
+        if not work.quiet and fitting(work.defaults, engine) != work.defaults:
+            say("the model has no chat template: prompts are continued as with --raw")
+        worker = LineWorker(engine, work.defaults, work.settings)
+        lines.begin()
+        with (
+            worker.run(lines.tasks(), ordered=work.ordered) as records,
+            StopOnInterrupt(records, last=2),
+        ):
+            write_records(lines, records, quiet=work.quiet)
+
+
+def answer_elsewhere(lines: LineBatch, work: Work, where: RayOptions) -> None:
+    """With the engines of Ray's workers."""
+    lines.begin()
+    records = answer_on_ray(
+        lines.tasks(), where, work.engine, work.defaults, work.settings, ordered=work.ordered
+    )
+    with suppress(KeyboardInterrupt), closing(records):
+        write_records(lines, records, quiet=work.quiet)
+
+
+def write_records(lines: LineBatch, records: Iterable[Record], *, quiet: bool) -> None:
+    """One after the other, as they come."""
+    with BatchProgress(lines, quiet=quiet) as progress:
+        for record in records:
+            lines.write(record)
+            progress.add(record)

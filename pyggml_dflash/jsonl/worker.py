@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pyggml_dflash.api import Engine
 from pyggml_dflash.batch import SPARE, InFlight, Streams
@@ -14,12 +15,20 @@ from pyggml_dflash.jsonl.problems import problem_of, refused
 from pyggml_dflash.jsonl.records import Record, answered, failed
 
 
+def fitting(defaults: Defaults, engine: Engine) -> Defaults:
+    """The defaults, with prompts continued as they are where the model has no chat template."""
+    if engine.info.has_chat_template or defaults.system is not None:
+        return defaults
+    return replace(defaults, raw=True)
+
+
 class LineWorker:
     """Makes records of tasks; the engine stays the caller's to close."""
 
     def __init__(self, engine: Engine, defaults: Defaults, settings: str) -> None:
         """`settings`: the digest that records bear."""
-        self._engine, self._defaults, self._settings = engine, defaults, settings
+        self._engine, self._settings = engine, settings
+        self._defaults = fitting(defaults, engine)
 
     def run(self, tasks: Iterable[Task], *, ordered: bool) -> InFlight[Task, Record]:
         """The records of tasks, as many in flight as keep every slot busy; exactly one for each."""

@@ -24,13 +24,14 @@ BAD = (
     '{"custom_id": "first", "prompt": "a"}',
     '{"prompt": "\udcff"}',  # one byte that is no UTF-8
 )
+SPREAD_S = 0.1  # five times what lies between two records of these lines on a busy machine
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One run that was killed: how many whole records it left, and what was behind them."""
+    """One run that was killed: how many whole records it added, and what was behind them."""
 
-    n_records: int
+    n_added: int
     n_torn_bytes: int
 
 
@@ -47,32 +48,36 @@ def write_lines(path: Path, n: int, *, seed: int) -> set[int]:
     return bad
 
 
-def kill_and_resume(source: Path, target: Path, *flags: str, n_kills: int, seed: int) -> list[Kill]:
-    """Start, kill at a random moment and start again, and let the last run end; its exit code is 5."""
+def kill_and_resume(source: Path, target: Path, *flags: str, n_kills: int, seed: str) -> list[Kill]:
+    """Start, kill at a random moment and start again, and let the last run end; its exit code is 5.
+
+    Every run that is killed has written a random number of records before, and then goes on for a time that
+    several records take: a kill finds it anywhere between two of them, in a write and in a flush.
+    """
     chosen, kills = random.Random(seed), []
     command = [*COMMAND, "batch", str(source), "-o", str(target), "--resume", "--quiet", *flags]
-    n_lines = len(source.read_bytes().splitlines())
+    n_lines, n_there = len(source.read_bytes().splitlines()), 0
     for i in range(n_kills):
+        most = (n_lines - n_there) // (n_kills - i + 1)  # what the runs to come share evenly
         process = subprocess.Popen(command)
-        # A part of the lines that are left, which may be none: then it is killed before its first record.
-        _wait_for(target, chosen.random() * (i + 1) / (n_kills + 1) * n_lines, process)
-        time.sleep(chosen.random() * 0.02)
+        _wait_for(target, n_there + chosen.randint(1, max(1, most)), process)
+        time.sleep(chosen.uniform(0, SPREAD_S))
         process.kill()
-        assert process.wait(LIMIT_S) == -9
-        data = target.read_bytes() if target.exists() else b""
-        kills.append(Kill(data.count(b"\n"), len(data) - data.rfind(b"\n") - 1))
+        assert process.wait(LIMIT_S) == -9, "the batch ended before it was killed"
+        data = target.read_bytes()
+        kills.append(Kill(data.count(b"\n") - n_there, len(data) - data.rfind(b"\n") - 1))
+        n_there = data.count(b"\n")
     done = dflash(*command[len(COMMAND) :])
     assert done.code == 5, done.err
     return kills
 
 
-def _wait_for(target: Path, n_records: float, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(target: Path, n_records: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        if target.exists() and target.read_bytes().count(b"\n") >= n_records:
-            return
+    while not target.exists() or target.read_bytes().count(b"\n") < n_records:
+        assert process.poll() is None, "the batch ended before it was killed"
+        assert time.monotonic() < deadline
         time.sleep(0.002)
-    assert process.poll() is None, "the batch ended before it was killed"
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -192,6 +192,10 @@ def test_records_are_complete_in_both_orders(tmp_path: Path, order: str) -> None
 def test_an_input_without_lines_has_an_output_without_records(tmp_path: Path) -> None:
     done, found = run(tmp_path, [])
     assert (done.code, found) == (0, [])
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+    run(tmp_path, [{"prompt": "a", "max_tokens": 1}])
+    done, found = run(tmp_path, [], "--overwrite")
+    assert (done.code, found) == (0, [])
 
 
 def refused(*args: str | Path) -> str:
@@ -223,6 +227,9 @@ def test_files_are_refused_before_the_model_is_loaded(tmp_path: Path, junk: Path
         ((source, "-o", target, "--resume", "--overwrite"), "--resume and --overwrite contradict"),
         ((source, "-o", target, "--raw", "--system", "x"), "--system works through the chat template"),
         ((source, "-o", target, "-n", "0"), "max_tokens is 0"),
+        ((source, "-o", target, "--ray-workers", "2"), "--ray-workers and --ray-gpus need --ray"),
+        ((source, "-o", target, "--ray", "local", "--ray-workers", "0"), "ray_workers is 0"),
+        ((source, "-o", target, "--ray", ""), "--ray is empty"),
         ((PICO, "-o", target), "is a model; the lines come first, as in: dflash batch IN.jsonl MODEL"),
     ]
     for (first, *rest), message in cases:
@@ -334,8 +341,12 @@ def check_kills(folder: Path, n: int, order: str, *, n_kills: int) -> None:
     bad = write_lines(source, n, seed=n)
     flags = ("--max-ctx", "512", *ONE)
     assert dflash("batch", str(source), "-o", str(whole), *flags).code == 5
-    kills = kill_and_resume(source, target, order, *flags, "--slots", "3", n_kills=n_kills, seed=n)
+    kills = kill_and_resume(
+        source, target, order, *flags, "--slots", "3", n_kills=n_kills, seed=f"{n} {order}"
+    )
     LOG.info("%s: killed with %s", order, kills)
+    assert len(kills) == n_kills
+    assert all(kill.n_added > 0 for kill in kills)  # each of them in the middle of its work
     found = records(target)
     if order == "--unordered":
         found.sort(key=lambda record: int(record["id"].split("_")[2]))

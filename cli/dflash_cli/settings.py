@@ -73,7 +73,8 @@ def variable(param: click.Parameter) -> str:
 
 def key_of(param: click.Parameter) -> str:
     """A parameter's name in a file: 'max-ctx' for --max-ctx; an argument's own."""
-    return max(param.opts, key=len).lstrip("-").replace("_", "-")
+    long = [opt for opt in param.opts if opt.startswith("--")]  # the first has the name, others are aliases
+    return (long or param.opts)[0].lstrip("-").replace("_", "-")
 
 
 def settings_of(command: click.Command) -> dict[str, click.Parameter]:

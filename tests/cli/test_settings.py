@@ -310,7 +310,7 @@ def test_the_split_profile_has_its_pair_of_devices_and_auto() -> None:
 def test_a_profile_sets_what_the_command_has_or_is_refused(profile: Profile) -> None:
     command = cli.get_command(click.Context(cli), "run")
     assert command is not None
-    known = {opt for param in command.params for opt in param.opts}
+    known = {opt: param.opts[0] for param in command.params for opt in param.opts}
     missing = [flag for flag, _ in profile.flags if flag not in known]
     if missing:
         told = refused("run", "--profile", profile.name)
@@ -318,7 +318,7 @@ def test_a_profile_sets_what_the_command_has_or_is_refused(profile: Profile) -> 
     else:
         found = shown("--profile", profile.name)
         for flag, text in profile.flags:
-            assert found[flag[2:]] == {"value": text, "from": f"profile {profile.name}"}
+            assert found[known[flag][2:]] == {"value": text, "from": f"profile {profile.name}"}
         assert found["profile"] == {"value": profile.name, "from": "flag"}
 
 

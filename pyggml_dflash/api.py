@@ -186,6 +186,11 @@ class AsyncTextStream(AsyncIterator[TextPiece]):
         return piece
 
     @property
+    def state(self) -> RequestState:
+        """Where the request stands."""
+        return self._handle.state
+
+    @property
     def result(self) -> GenerationResult:
         """The whole answer, once the pieces have been read. Raises what the request raised."""
         return self._handle.result()

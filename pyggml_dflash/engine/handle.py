@@ -120,8 +120,16 @@ class RequestHandle:
         return None
 
     async def next_piece_async(self) -> TextPiece | None:
-        """`next_piece` without blocking the event loop."""
-        return None if self._read_end else self._take(await self._async_events.get())
+        """`next_piece` without blocking the event loop.
+
+        A piece that is there already waits for a turn of the loop: a reader that is slower than the model
+        would else keep everybody from theirs, and so never hear that its own client is gone.
+        """
+        if self._read_end:
+            return None
+        if not self._async_events.empty():
+            await asyncio.sleep(0)
+        return self._take(await self._async_events.get())
 
     def _take(self, event: Event) -> TextPiece | None:
         if isinstance(event, TextPiece):

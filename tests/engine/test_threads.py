@@ -334,6 +334,30 @@ def test_the_event_loop_goes_on_while_an_answer_is_made(long_llama: Path) -> Non
         assert asyncio.run(both(engine)) > 10
 
 
+def test_a_reader_with_pieces_ahead_lets_others_of_its_loop_go_on() -> None:
+    async def read(engine: Engine) -> tuple[int, int]:
+        n_turns = 0
+
+        async def turn() -> None:
+            nonlocal n_turns
+            while True:
+                n_turns += 1
+                await asyncio.sleep(0)
+
+        stream = await engine.submit(prompt(5), max_tokens=100, ignore_eos=True)
+        while stream.state.phase != "done":
+            await asyncio.sleep(0.001)
+        turning, n_pieces = asyncio.create_task(turn()), 0
+        async for _ in stream:
+            n_pieces += 1
+        turning.cancel()
+        return n_pieces, n_turns
+
+    with opened(LLAMA, max_ctx=128) as engine:
+        n_pieces, n_turns = asyncio.run(read(engine))
+    assert n_turns >= n_pieces > 10
+
+
 async def aclose(stream: AsyncGenerator[TextPiece, None]) -> None:
     await anext(stream)
     await stream.aclose()

@@ -3,9 +3,7 @@
 Created and used on one thread; a call from another raises. Objects are freed in the reverse order of
 their creation.
 
-A step that fails is tried again for each slot alone, once, and only where it had changed nothing: so one
-sequence that cannot go on does not take others with it. The drafter follows one sequence, the first that
-may be drafted for; it is put aside for a sequence whose step failed.
+The drafter follows one sequence at a time: the first that may be drafted for while it is free.
 """
 
 from __future__ import annotations
@@ -15,15 +13,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.acceptance import Chosen
-from pyggml_dflash.engine.decode import Take, decode_one, decode_rows, decode_run, run_alone
+from pyggml_dflash.engine.decode import Take, decode_step, run_alone
 from pyggml_dflash.engine.drafting import Backlog, Drafter
+from pyggml_dflash.engine.failures import Failures
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
 from pyggml_dflash.engine.reuse import Reuse
@@ -40,7 +39,6 @@ from pyggml_dflash.engine.step import (
     granule_of,
 )
 from pyggml_dflash.engine.width import VerifyWidth
-from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.config import MoeConfig
 from pyggml_dflash.requests import EngineStats, SlotInfo
@@ -52,8 +50,6 @@ PICK_ROWS: Final = 256  # of a forward that shows its choice of experts: all of 
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
 DRAFTER_TAKEN: Final = "the drafter followed another request"
 DRAFTER_BEHIND: Final = "the state that was continued has nothing of the drafter's"
-
-T = TypeVar("T")
 
 
 class EngineCore:
@@ -82,8 +78,7 @@ class EngineCore:
         self.n_ctx, self.chunk = n_ctx, forwards.chunk
         self.granule = granule_of(self.chunk, len(slots.slots))
         self._seats: list[Seat | None] = [None] * len(slots.slots)
-        self._followed: Seat | None = None  # by the drafter
-        self._n_failures = 0
+        self._failures = Failures()
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -124,15 +119,13 @@ class EngineCore:
         rows = self._rows_of(admission)
         seat = Seat(slot, admission, prompt_ends(len(admission.tokens), admission.boundaries, rows))
         if admission.drafts and self._drafter is not None:
-            if self._followed is None:
-                seat.drafts = True
-            else:
+            if any(other is not None and other.drafts for other in self._seats):
                 seat.plain_reason = DRAFTER_TAKEN
+            else:
+                seat.drafts = True
         if admission.reuses and self.reuse is not None:
             self._continue(seat, self.reuse)
         seat.n_read = seat.n_cached = slot.n_past
-        if seat.drafts:
-            self._followed = seat
         self._seats[id] = seat
         self.trims.begin(slot.n_past, len(admission.tokens), slot=id)
         return id
@@ -140,14 +133,18 @@ class EngineCore:
     def _continue(self, seat: Seat, reuse: Reuse) -> None:
         """Have the slot hold what is stored of the prompt, and the drafter, if it follows, know of it."""
         admission, slot, companion = seat.admission, seat.slot, self._backlog if seat.drafts else None
-        seat.prompt = reuse.begin(
-            slot,
-            admission.tokens,
-            boundaries=admission.boundaries,
-            ends=seat.ends,
-            keep_head=admission.keep_head,
-            companion=companion,
-        )
+        try:
+            seat.prompt = reuse.begin(
+                slot,
+                admission.tokens,
+                boundaries=admission.boundaries,
+                ends=seat.ends,
+                keep_head=admission.keep_head,
+                companion=companion,
+            )
+        except Exception as error:
+            LOG.warning("no stored state was continued: %s: %s", type(error).__name__, error)
+            slot.reset()
         if companion is not None and slot.n_past and not companion.covers(slot.n_past):
             seat.drafts, seat.plain_reason = False, DRAFTER_BEHIND
 
@@ -163,16 +160,10 @@ class EngineCore:
         seat = self._seats[id]
         if seat is not None:
             seat.pause()
-            if seat.phase == "prefill" and seat.prompt is not None and self.reuse is not None:
-                self.reuse.leave(seat.prompt, seat.slot, self._backlog if seat.drafts else None)
-            self._let_go(seat)
+            if seat.phase == "prefill" and seat.is_whole:
+                self._store(seat, is_over=True)
             self.trims.end(id)
             self._seats[id] = None
-
-    def _let_go(self, seat: Seat) -> None:
-        seat.drafts = False
-        if self._followed is seat:
-            self._followed = None
 
     # steps
 
@@ -186,10 +177,12 @@ class EngineCore:
         decoded: dict[int, Sequence[Chosen]] = {}
         read: dict[int, Granule] = {}
         failed: dict[int, Exception] = {}
-        runs = self._decode([self.seat(id) for id in plan.decode])
+        runs = decode_step(
+            self._forwards, self._backlog, self._failures, [self.seat(id) for id in plan.decode]
+        )
         for id in plan.prefill:
             seat = self.seat(id)
-            granule = self._attempt(seat, partial(self._read, seat))
+            granule = self._failures.attempt(seat, partial(self._read, seat))
             if isinstance(granule, Exception):
                 failed[id] = granule
             else:
@@ -219,33 +212,10 @@ class EngineCore:
             try:
                 return run_alone(self._forwards, seat, take, pause)
             except Exception as error:
-                self._count(error, seat)
-                if not self._may_repeat(seat, error):
+                self._failures.note(error, seat)
+                if not self._failures.may_repeat(seat, error):
                     seat.phase = "done"
                     raise
-
-    def _decode(self, seats: Sequence[Seat]) -> dict[int, Sequence[Chosen] | Exception]:
-        """The next tokens of every sequence: of one alone as many as drafts give it, else one each."""
-        if len(seats) > 1 and self._forwards.batching.rows > 1:
-            return self._decode_together(seats)
-        step = decode_run if len(seats) == 1 else decode_one
-        return {
-            seat.slot.id: self._attempt(seat, partial(step, self._forwards, self._backlog, seat))
-            for seat in seats
-        }
-
-    def _decode_together(self, seats: Sequence[Seat]) -> dict[int, Sequence[Chosen] | Exception]:
-        """One token each, of as few forwards as rows may share; where that fails, each alone."""
-        try:
-            rows = decode_rows(self._forwards, self._backlog, seats)
-        except Exception as error:
-            self._count(error, *seats)
-            alone = partial(partial, decode_one, self._forwards, self._backlog)
-            return {
-                seat.slot.id: self._attempt(seat, alone(seat)) if self._may_repeat(seat, error) else error
-                for seat in seats
-            }
-        return {seat.slot.id: _chosen(seat, row) for seat, row in zip(seats, rows, strict=True)}
 
     def _read(self, seat: Seat) -> Granule:
         """One granule of a prompt, committed."""
@@ -264,37 +234,21 @@ class EngineCore:
         elif last:
             seat.phase = "done"
         seat.n_read = end  # now that nothing can fail any more
-        if seat.prompt is not None and self.reuse is not None:
-            self.reuse.after_forward(seat.prompt, slot, self._backlog if seat.drafts else None)
+        self._store(seat, is_over=False)
         return Granule(n_past=end, first=first, rows=rows)
 
-    def _attempt(self, seat: Seat, work: Callable[[], T]) -> T | Exception:
-        """What a step of one slot gives, or why it cannot be done."""
-        while True:
-            try:
-                return work()
-            except Exception as error:
-                self._count(error, seat)
-                if not self._may_repeat(seat, error):
-                    return error
-
-    def _count(self, error: Exception, *seats: Seat) -> None:
-        """Take note of a step that failed."""
-        self._n_failures += 1
-        places = ", ".join(f"slot {seat.slot.id} at position {seat.slot.n_past}" for seat in seats)
-        LOG.warning("a step of %s failed: %s", places, error)
-
-    def _may_repeat(self, seat: Seat, error: Exception) -> bool:
-        """Whether a step that failed may be tried once more, without drafts."""
-        slot = seat.slot
-        if seat.drafts:
-            seat.plain_reason = f"drafting was put aside: {error}"
-            self._let_go(seat)
-            seat.pause()
-        in_prompt = seat.phase == "prefill"
-        is_last = seat.failed_at == slot.n_past or (in_prompt and isinstance(error, DeviceMemoryError))
-        seat.failed_at = slot.n_past
-        return seat.is_whole and not is_last
+    def _store(self, seat: Seat, *, is_over: bool) -> None:
+        """Store the state of a prompt where that is worth it; an answer never fails for it."""
+        prompt, companion = seat.prompt, self._backlog if seat.drafts else None
+        if prompt is None or self.reuse is None:
+            return
+        store = self.reuse.leave if is_over else self.reuse.after_forward
+        try:
+            store(prompt, seat.slot, companion)
+        except Exception as error:
+            LOG.warning(
+                "a state of slot %d was not stored: %s: %s", seat.slot.id, type(error).__name__, error
+            )
 
     def prefill(
         self,
@@ -407,7 +361,7 @@ class EngineCore:
             trims=self.trims.counts,
             peak_bytes=peaks,
             slots=slots,
-            step_failures=self._n_failures,
+            step_failures=self._failures.n,
         )
 
     def release_scratch(self) -> None:
@@ -432,11 +386,3 @@ class EngineCore:
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise RuntimeError("the engine's core belongs to another thread")
-
-
-def _chosen(seat: Seat, logits: Logits) -> Sequence[Chosen] | Exception:
-    """The next token of one sequence, or why it has none."""
-    try:
-        return [seat.choose(logits)]
-    except Exception as error:
-        return error

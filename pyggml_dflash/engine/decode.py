@@ -3,23 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 
 from pyggml_dflash.engine.acceptance import Chosen
 from pyggml_dflash.engine.drafting import Backlog
+from pyggml_dflash.engine.failures import Failures
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.sampling import best
 from pyggml_dflash.engine.seat import Seat
 
 Take = Callable[[int, Logits], bool]  # takes a token and the logits it is from; True: that is enough
 Pause = Callable[[], bool]
+Run = Sequence[Chosen]
 
 
-def decode_run(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> list[Chosen]:
+def decode_step(
+    forwards: Forwards, backlog: Backlog | None, failures: Failures, seats: Sequence[Seat]
+) -> dict[int, Run | Exception]:
+    """The next tokens of every sequence, by its slot: of one alone as many as drafts give it, else one each.
+
+    As few forwards as rows may share; each is committed before the next, so that one that fails leaves the
+    sequences of the others as they should be.
+    """
+    if len(seats) == 1:
+        (seat,) = seats
+        return {seat.slot.id: failures.attempt(seat, partial(_decode_run, forwards, backlog, seat))}
+    found: dict[int, Run | Exception] = {}
+    for group in _groups(seats, forwards.batching.rows):
+        found |= _decode_group(forwards, backlog, failures, group)
+    return found
+
+
+def _groups(seats: Sequence[Seat], most: int) -> list[Sequence[Seat]]:
+    """Runs of about the same length, at most `most` each."""
+    n = -(-len(seats) // most)
+    ends = [len(seats) * i // max(1, n) for i in range(n + 1)]
+    return [seats[start:stop] for start, stop in pairwise(ends)]
+
+
+def _decode_group(
+    forwards: Forwards, backlog: Backlog | None, failures: Failures, seats: Sequence[Seat]
+) -> dict[int, Run | Exception]:
+    """One token each, from one forward; where that fails, each alone."""
+    if len(seats) > 1:
+        try:
+            rows = _decode_rows(forwards, backlog, seats)
+        except Exception as error:
+            failures.note(error, *seats)
+            again = {seat.slot.id: failures.may_repeat(seat, error) for seat in seats}
+            alone = [seat for seat in seats if again[seat.slot.id]]
+            ended: dict[int, Run | Exception] = {id: error for id, may in again.items() if not may}
+            return ended | _decode_alone(forwards, backlog, failures, alone)
+        return {seat.slot.id: _chosen(seat, row) for seat, row in zip(seats, rows, strict=True)}
+    return _decode_alone(forwards, backlog, failures, seats)
+
+
+def _decode_alone(
+    forwards: Forwards, backlog: Backlog | None, failures: Failures, seats: Sequence[Seat]
+) -> dict[int, Run | Exception]:
+    """One token each, from a forward each."""
+    return {
+        seat.slot.id: failures.attempt(seat, partial(_decode_one, forwards, backlog, seat)) for seat in seats
+    }
+
+
+def _decode_run(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> Run:
     """A step of a sequence that has it for itself, with drafts if the drafter follows."""
-    return seat.next_run(forwards.n_ctx) if seat.speculates else decode_one(forwards, backlog, seat)
+    return seat.next_run(forwards.n_ctx) if seat.speculates else _decode_one(forwards, backlog, seat)
 
 
-def decode_one(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> list[Chosen]:
+def _decode_one(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> Run:
     """A step without drafts, recorded for the drafter if it follows."""
     slot, token, log = seat.slot, seat.anchor, backlog if seat.drafts else None
     if log is not None:
@@ -28,10 +82,10 @@ def decode_one(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> list[
     if log is not None:
         log.add((token,), slot.n_past)
     slot.commit(1)
-    return [seat.choose(logits.copy())]  # the next slot's graph may take the memory of this one's
+    return [seat.choose(logits)]
 
 
-def decode_rows(forwards: Forwards, backlog: Backlog | None, seats: Sequence[Seat]) -> Logits:
+def _decode_rows(forwards: Forwards, backlog: Backlog | None, seats: Sequence[Seat]) -> Logits:
     """A token of each of several sequences, committed: logits F32 [n, n_vocab], valid until the next step.
 
     The one that the drafter follows is recorded for it.
@@ -48,6 +102,14 @@ def decode_rows(forwards: Forwards, backlog: Backlog | None, seats: Sequence[Sea
     for seat in seats:
         seat.slot.commit(1)
     return logits
+
+
+def _chosen(seat: Seat, logits: Logits) -> Run | Exception:
+    """The next token of one sequence, or why it has none."""
+    try:
+        return [seat.choose(logits)]
+    except Exception as error:
+        return error
 
 
 def run_alone(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool:
@@ -89,7 +151,7 @@ def _run_plain(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool
 def _run_undrafted(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool:
     """Steps of a sequence that the drafter no longer follows."""
     while True:
-        (chosen,) = decode_one(forwards, None, seat)
+        (chosen,) = _decode_one(forwards, None, seat)
         if take(chosen.token, chosen.logits):
             return True
         if pause():

@@ -94,6 +94,11 @@ class Seat:
         self.n_left -= len(run)
         return run
 
+    def put_drafts_aside(self, reason: str) -> None:
+        """Go on without the drafter, which may follow another sequence."""
+        self.pause()
+        self.drafts, self.plain_reason = False, reason
+
     def pause(self) -> None:
         """Leave off steps of its own: the next token comes from another forward."""
         if self._runs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -59,22 +60,22 @@ class Failing:
         return self._forwards.verify(slot, tokens)
 
 
+@contextmanager
+def opened(**more: Any) -> Iterator[Loaded]:
+    """A model on the CPU."""
+    options = EngineOptions(model=QWEN35, max_ctx=512, chunk=CHUNK, slots=3, device="CPU", threads=1)
+    found = load(replace(options, **more), lambda _: None)
+    try:
+        yield found
+    finally:
+        found.core.close()
+
+
 @pytest.fixture(params=["off", "mtp"])
 def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
-    options = EngineOptions(
-        model=QWEN35,
-        max_ctx=512,
-        chunk=CHUNK,
-        slots=3,
-        device="CPU",
-        threads=1,
-        spec=request.param,
-        prefix_cache_max_mib=0,
-        spec_width="auto" if request.param == "off" else 3,
-    )
-    found = load(options, lambda _: None)
-    yield found
-    found.core.close()
+    width = "auto" if request.param == "off" else 3
+    with opened(spec=request.param, spec_width=width, prefix_cache_max_mib=0) as found:
+        yield found
 
 
 def requests() -> list[GenerationRequest]:
@@ -248,3 +249,45 @@ def test_a_request_that_cannot_begin_is_told_and_frees_its_place(loaded: Loaded)
         readers[0].result()
     assert all(len(reader.result().tokens) == 12 for reader in readers[1:])
     assert serving.stats().requests == RequestCounts(done=3, failed=1)
+
+
+def test_a_shared_forward_that_breaks_off_takes_only_those_that_shared_it() -> None:
+    """Nine slots decode in three forwards; the state of those in the other two is good."""
+    with opened(slots=9, chunk=64, max_ctx=256, spec="off", prefix_cache_max_mib=0) as loaded:
+        own = loaded.core._forwards
+        own.use(replace(own.batching, rows=4))
+        many = [replace(requests()[0], tokens=tuple(prompt(9, seed=i))) for i in range(9)]
+        alone = [answered(loaded, request).tokens for request in many]
+        forwards, n = failing(loaded, tears=True), 0
+
+        def fails(what: str, slot: Slot) -> bool:
+            nonlocal n
+            n += what == "decode" and slot.id == 8
+            return what == "decode" and slot.id == 8 and n == 3
+
+        forwards.fails = fails
+        readers = [Reader(request) for request in many]
+        served(loaded, readers)
+        failed = [i for i, reader in enumerate(readers) if isinstance(reader.outcome, BackendError)]
+        assert failed == [6, 7, 8]
+        assert [reader.result().tokens for reader in readers[:6]] == alone[:6]
+
+
+@pytest.mark.parametrize("name", ["begin", "after_forward", "leave"])
+def test_a_store_that_fails_costs_no_answer(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with opened(spec="mtp", spec_width=3) as loaded:
+        alone = [answered(loaded, request).tokens for request in requests()]
+        monkeypatch.setattr(loaded.core.reuse, name, fail)
+        readers = [Reader(request) for request in (*requests(), *requests())]
+        left = Reader(replace(requests()[0], tokens=tuple(prompt(300))))
+        left.is_enough = lambda: left.state.done >= 2 * CHUNK
+        served(loaded, [*readers, left])
+        assert [reader.result().tokens for reader in readers] == alone * 2
+        assert left.result().finish_reason == "cancelled"
+        assert loaded.core.phases == ("free",) * 3
+    assert "the disk is gone" in caplog.text

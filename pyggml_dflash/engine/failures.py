@@ -1,0 +1,52 @@
+"""Steps that fail: which may be tried once more, and without what. Layer 6."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from pyggml_dflash.engine.seat import Seat
+from pyggml_dflash.errors import DeviceMemoryError
+
+LOG: Final = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Failures:
+    """Counts steps that failed, and says which may be repeated.
+
+    A step is repeated for its slot alone, once, and only where it had changed nothing, so that one sequence
+    that cannot go on takes no others with it. It may have been the drafter's fault, so the sequence goes on
+    without it.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def attempt(self, seat: Seat, work: Callable[[], T]) -> T | Exception:
+        """What a step of one slot gives, or why it cannot be done."""
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                self.note(error, seat)
+                if not self.may_repeat(seat, error):
+                    return error
+
+    def note(self, error: Exception, *seats: Seat) -> None:
+        """Count a step of these slots, and log why it failed."""
+        self.n += 1
+        places = ", ".join(f"slot {seat.slot.id} at position {seat.slot.n_past}" for seat in seats)
+        LOG.warning("a step of %s failed: %s: %s", places, type(error).__name__, error)
+
+    def may_repeat(self, seat: Seat, error: Exception) -> bool:
+        """Whether the step may be tried once more; it then has no drafts."""
+        if seat.drafts:
+            seat.put_drafts_aside(f"drafting was put aside: {error}")
+        n_past, in_prompt = seat.slot.n_past, seat.phase == "prefill"
+        # the allocation of a prompt's graph was repeated already, after scratch was given back
+        is_last = seat.failed_at == n_past or (in_prompt and isinstance(error, DeviceMemoryError))
+        seat.failed_at = n_past
+        return seat.is_whole and not is_last

@@ -82,7 +82,7 @@ class GraphKey:
     update: StateUpdate = "commit"
     capture: bool = False  # record what a drafter reads
     form: str = ""  # which of its forms of a forward the architecture chose; most have one
-    parts: tuple[GraphKey, ...] = ()  # what each row is alone; empty where all rows are of `slot`
+    parts: tuple[GraphKey, ...] = ()  # what each row is alone, where rows attend on their own
 
     @classmethod
     def batch(cls, parts: tuple[GraphKey, ...]) -> GraphKey:
@@ -108,8 +108,8 @@ class Step:
     [n_tokens] (rows of the record that captures write, None where nothing is captured);
     `tokens` I32 [n_tokens], or `embeddings` F32 [n_embd, n_tokens] where the table is elsewhere.
 
-    Of a batch, `parts` are the steps of its rows, each with the cache rows, mask and inputs of its slot;
-    what rows do alone reads those. `slots` I32 [n_tokens] are their slots.
+    Where rows attend on their own, `parts` are their steps, each with cache rows, mask and inputs as if it
+    were alone. In a batch, where they are of several slots, `slots` I32 [n_tokens] tells which.
     """
 
     key: GraphKey
@@ -134,9 +134,11 @@ class Step:
 
     def capture_layer(self, g: GraphBuilder, layer: int, x: Tensor) -> None:
         """Record x [n_embd, M], the input of a trunk layer, if the drafter reads it."""
-        for i, part in enumerate(self.parts):
-            part.capture_layer(g, layer, g.only(x, 1, i))
-        if self.parts or self.capture is None or layer not in self.capture.layers:
+        if self.slots is not None:
+            for i, part in enumerate(self.parts):
+                part.capture_layer(g, layer, g.only(x, 1, i))
+            return
+        if self.capture is None or layer not in self.capture.layers:
             return
         assert self.record is not None
         assert self.log is not None
@@ -146,9 +148,11 @@ class Step:
 
     def capture_hidden(self, g: GraphBuilder, x: Tensor) -> None:
         """Record x [n_embd, M], what the head reads; row 0 is the one before the log's first."""
-        for i, part in enumerate(self.parts):
-            part.capture_hidden(g, g.only(x, 1, i))
-        if self.parts or self.capture is None or not self.capture.hidden:
+        if self.slots is not None:
+            for i, part in enumerate(self.parts):
+                part.capture_hidden(g, g.only(x, 1, i))
+            return
+        if self.capture is None or not self.capture.hidden:
             return
         assert self.record is not None
         assert self.log is not None
@@ -191,6 +195,7 @@ class FedRows:
     before: Sequence[int]
     n_past: int
     n_ctx: int  # cache rows of a slot
+    apart: bool = False  # a row of several of a slot, for which only what it attends to is wanted
 
 
 class Feeder(Protocol):

@@ -1,8 +1,8 @@
-"""What goes into a forward with one row of each of several slots. Layer 6.
+"""What goes into a forward whose rows attend on their own, each as in a forward of one row. Layer 6.
 
-Tokens, positions and cache rows of all rows lie side by side. Masks, and what an architecture asks for
-beyond these, are the slots' own: those of a forward of one row alone, so that a batch of any slots is fed
-in the same way and a mask changes by one element from step to step.
+In a batch every row is of another slot. Tokens, positions and cache rows of all rows lie side by side; masks,
+and what an architecture asks for beyond these, are the slots' own: those of a forward of one row alone, so
+that a batch of any slots is fed in the same way and a mask changes by one element from step to step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,23 @@ from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.graph import InputArena
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
+
+
+def with_parts(
+    g: GraphBuilder,
+    step: Step,
+    own: Sequence[Inputs],
+    flash_attn: Sequence[bool],
+    record: Record | None,
+    capture: Capture | None,
+) -> Step:
+    """The step with a part for each row, which has inputs of its own but stands where the step's row does."""
+    parts = []
+    for i, (key, inputs, flash) in enumerate(zip(step.key.parts, own, flash_attn, strict=True)):
+        part = inputs.step(g, key, flash, None, record, capture if key.capture else None)
+        positions, rows = g.only(step.positions, 0, i), g.only(step.rows, 0, i)
+        parts.append(replace(part, positions=positions, rows=rows))
+    return replace(step, parts=tuple(parts))
 
 
 class BatchInputs:
@@ -46,36 +63,18 @@ class BatchInputs:
             stack.callback(self._arena.close)
             self._stack = stack.pop_all()
 
-    def step(
-        self,
-        g: GraphBuilder,
-        key: GraphKey,
-        flash_attn: Sequence[bool],
-        record: Record | None,
-        capture: Capture | None,
-    ) -> Step:
-        """The input tensors as a graph of this key sees them; `flash_attn`: for each row."""
-        arena, n, row = self._arena, key.n_tokens, 4 * self._n_embd
-        x, positions, rows = arena["x"].tensor, arena["positions"].tensor, arena["rows"].tensor
-        parts = tuple(
-            replace(
-                self._own[part.slot].step(g, part, flash, None, record, capture if part.capture else None),
-                positions=g.view(positions, (1,), (), 4 * i),
-                rows=g.view(rows, (1,), (), 8 * i),
-            )
-            for i, (part, flash) in enumerate(zip(key.parts, flash_attn, strict=True))
-        )
+    def step(self, g: GraphBuilder, key: GraphKey) -> Step:
+        """The inputs of all rows as a graph of this key sees them; `with_parts` adds those of each."""
+        arena, n = self._arena, key.n_tokens
+        x = arena["x"].tensor
         return Step(
             key=key,
             tokens=None if self._embedded else g.view(x, (n,), (), 0),
-            embeddings=g.view(x, (self._n_embd, n), (row,), 0) if self._embedded else None,
-            positions=g.view(positions, (n,), (), 0),
-            rows=g.view(rows, (n,), (), 0),
+            embeddings=g.view(x, (self._n_embd, n), (4 * self._n_embd,), 0) if self._embedded else None,
+            positions=g.view(arena["positions"].tensor, (n,), (), 0),
+            rows=g.view(arena["rows"].tensor, (n,), (), 0),
             mask=None,
             flash_attn=False,
-            record=record,
-            capture=capture,
-            parts=parts,
             slots=g.view(arena["slots"].tensor, (n,), (), 0),
         )
 
@@ -93,7 +92,7 @@ class BatchInputs:
             self._arena[name].array[:size] = value
             self._arena[name].upload(0, size)
         for slot, past in zip(slots, n_past, strict=True):
-            self._own[slot].show_one(slot, past)
+            self._own[slot].show_one(past)
 
     def close(self) -> None:
         """Free the tensors."""

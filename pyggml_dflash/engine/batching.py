@@ -23,6 +23,7 @@ class Batching:
     rows: int  # most rows of one decode forward
     exact: bool  # a row's logits do not depend on how many others run beside it
     reason: str
+    verify_rows: int = 1  # most rows of a verify forward that give what decoding gives; 1: unknown
     doubled: frozenset[WeightKind] = frozenset()  # weights that a lone row is multiplied with as two rows
 
 

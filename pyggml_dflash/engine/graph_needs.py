@@ -6,6 +6,7 @@ Of every kind of forward the largest is measured, in each form and where attenti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -71,6 +72,11 @@ class _Needs:
             for n, form in self._furthest(width, self._depths)
         ]
         graphs: list[GraphKey | Commit] = [*verifies]
+        if forwards.n_slots > 1:  # then rows may attend on their own
+            alone = [replace(key, capture=False) for key in self._keys(1, self._depths, slot=0)]
+            graphs += [
+                replace(verifies[-1], n_kv=part.n_kv, form="", parts=(part,) * width) for part in alone
+            ]
         commit = Commit(slot=0, update=update, width=width, n_keep=width)
         if forwards.records_state(commit):
             graphs.append(commit)

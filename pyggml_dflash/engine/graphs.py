@@ -18,10 +18,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.arch.base import Commit, FedRows, GraphKey, OutputKind
-from pyggml_dflash.engine.batch_inputs import BatchInputs
+from pyggml_dflash.arch.base import Commit, FedRows, GraphKey, OutputKind, Step
+from pyggml_dflash.engine.batch_inputs import BatchInputs, with_parts
 from pyggml_dflash.engine.batching import UNMEASURED, Batching
-from pyggml_dflash.engine.forward import Model, Recording, build_forward, build_graph, record_layout
+from pyggml_dflash.engine.forward import Model, Recording, build_graph, record_layout
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
@@ -85,6 +85,8 @@ class Forwards:
             self._batch = self._batch_inputs(stack)
             self._few = self._inputs(stack, max_width)
             self._many = self._inputs(stack, chunk)
+            n_apart = max_width if len(slots.slots) > 1 and recording is not None else 0
+            self._apart = tuple(self._inputs(stack, 1) for _ in range(n_apart))
             self._cache = GraphCache(backend, ledger, "graphs", relieve=relieve, built=self.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
@@ -104,6 +106,16 @@ class Forwards:
     def n_slots(self) -> int:
         """Sequences that there is room for."""
         return len(self._slots.slots)
+
+    @property
+    def max_width(self) -> int:
+        """Rows of the widest verify forward that may be chosen unasked.
+
+        Where slots decode together a row must not tell what ran beside it, other rows of its slot included.
+        """
+        assert self.recording is not None
+        most, batching = self.recording.max_width, self.batching
+        return min(most, batching.verify_rows) if batching.exact and self.n_slots > 1 else most
 
     @property
     def is_host(self) -> bool:
@@ -209,6 +221,10 @@ class Forwards:
         form = self.form(n_past, 1, n_kv)
         return GraphKey(n_tokens=1, n_kv=n_kv, slot=slot, output="last", capture=capture, form=form)
 
+    def row_keys(self, slot: int, n_past: int, n: int) -> tuple[GraphKey, ...]:
+        """Keys of `n` rows of a slot, one after the other, as if each were decoded."""
+        return tuple(self._row_key(slot, n_past + i, capture=False) for i in range(n))
+
     def decode_batch(
         self, slots: Sequence[Slot], tokens: Sequence[int], *, capture: int | None = None
     ) -> Logits:
@@ -234,14 +250,15 @@ class Forwards:
         """One forward for slots in the order of their ids."""
         if len(slots) == 1:
             return self.decode(slots[0], tokens[0], capture=capture == 0)[None]
-        assert self._batch is not None
+        batch = self._batch
+        assert batch is not None
         parts = tuple(
             self._row_key(slot.id, slot.n_past, capture=i == capture) for i, slot in enumerate(slots)
         )
         key = GraphKey.batch(parts)
-        graph = self._cache.get(key, lambda: self._build_batch(key))
+        graph = self._cache.get(key, lambda: self._build(key, batch))
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
-        self._batch.fill(x, [slot.id for slot in slots], [slot.n_past for slot in slots], self.n_ctx)
+        batch.fill(x, [slot.id for slot in slots], [slot.n_past for slot in slots], self.n_ctx)
         for slot, token, part in zip(slots, tokens, parts, strict=True):
             if part.capture:
                 self._fill_log(self._ones[slot.id], 1)
@@ -256,7 +273,7 @@ class Forwards:
         """
         assert self.recording is not None
         n, n_past = len(tokens), slot.n_past
-        n_kv = bucketed(n_past + n)
+        n_kv, apart = bucketed(n_past + n), n <= self.batching.verify_rows
         key = GraphKey(
             n_tokens=n,
             n_kv=n_kv,
@@ -264,7 +281,8 @@ class Forwards:
             output="all",
             update=self.recording.update,
             capture=True,
-            form=self.form(n_past, n, n_kv),
+            form="" if apart else self.form(n_past, n, n_kv),
+            parts=self.row_keys(slot.id, n_past, n) if apart else (),
         )
         graph = self._cache.get(key, lambda: self._build(key, self._few))
         self._fill(self._few, slot, tokens, key)
@@ -308,8 +326,9 @@ class Forwards:
         """The graph of a forward or a commit, as it would be placed; the caller closes it."""
         if isinstance(key, Commit):
             return self._build_commit(key)[0]
-        if key.parts:
-            return self._build_batch(key)[0]
+        if key.slot < 0:
+            assert self._batch is not None
+            return self._build(key, self._batch)[0]
         is_verify = key.update != "commit"
         inputs = self._ones[key.slot] if key.n_tokens == 1 else self._few if is_verify else self._many
         return self._build(key, inputs)[0]
@@ -317,10 +336,26 @@ class Forwards:
     def _fill(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
         inputs.fill(x, key.n_tokens, slot.id, slot.n_past, self.n_ctx)
-        inputs.fill_mask(key.n_tokens, slot.n_past, key.n_kv)
         if key.capture:
             self._fill_log(inputs, key.n_tokens)
         self._feed(inputs, slot, tokens, key)
+        if not key.parts:
+            inputs.fill_mask(key.n_tokens, slot.n_past, key.n_kv)
+        for i, part in enumerate(key.parts):
+            self._apart[i].show_one(slot.n_past + i)
+            if self.feeder is not None:
+                before = (*slot.recent, *tokens[:i])[-RECENT_TOKENS:]
+                self._apart[i].feed(
+                    self.feeder,
+                    FedRows(
+                        key=part,
+                        tokens=(tokens[i],),
+                        before=before,
+                        n_past=slot.n_past + i,
+                        n_ctx=self.n_ctx,
+                        apart=True,
+                    ),
+                )
 
     def _fill_log(self, inputs: Inputs, n: int) -> None:
         assert self.recorded + n <= self.record_rows, "the record is full"
@@ -334,24 +369,20 @@ class Forwards:
         rows = FedRows(key=key, tokens=tokens, before=slot.recent, n_past=slot.n_past, n_ctx=self.n_ctx)
         inputs.feed(self.feeder, rows)
 
-    def _build(self, key: GraphKey, inputs: Inputs) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
-        state = self._slots.tensors
-        return build_forward(
-            self._backend, self.model, state, inputs, key, record=self.record, recording=self.recording
-        )
+    def _build(self, key: GraphKey, inputs: Inputs | BatchInputs) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        model, recording = self.model, self.recording
+        capture = recording.capture if recording is not None and key.capture else None
 
-    def _build_batch(self, key: GraphKey) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
-        model, batch, recording = self.model, self._batch, self.recording
-        assert batch is not None
-        flash_attn = [model.uses_flash(part) for part in key.parts]
-        capture = None if recording is None else recording.capture
-        return build_graph(
-            self._backend,
-            model,
-            self._slots.tensors,
-            key,
-            lambda g: batch.step(g, key, flash_attn, self.record, capture),
-        )
+        def step(g: GraphBuilder) -> Step:
+            if isinstance(inputs, BatchInputs):
+                whole, own = inputs.step(g, key), [self._ones[part.slot] for part in key.parts]
+            else:
+                whole = inputs.step(g, key, model.uses_flash(key), None, self.record, capture)
+                own = list(self._apart[: len(key.parts)])
+            flash_attn = [model.uses_flash(part) for part in key.parts]
+            return with_parts(g, whole, own, flash_attn, self.record, capture) if own else whole
+
+        return build_graph(self._backend, model, self._slots.tensors, key, step)
 
     def _build_commit(self, commit: Commit) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         model = self.model

@@ -102,7 +102,7 @@ class Inputs:
         n_triangle = 0 if ledger.dry else max_rows
         self._triangle = np.triu(np.full((n_triangle, n_triangle), -np.inf, np.float16), 1)
         self._n_embd, self._embedded = config.n_embd, embedded
-        self._shown: tuple[int, int] | None = None  # slot and n_past that a one-row mask shows
+        self._shown: int | None = None  # the last cache row that a one-row mask shows
 
     def step(
         self,
@@ -159,19 +159,22 @@ class Inputs:
         self.rows.array[0] = slot * n_ctx + n_past
         self.positions.upload(0, 1)
         self.rows.upload(0, 1)
-        self.show_one(slot, n_past)
+        self.show_one(n_past)
 
-    def show_one(self, slot: int, n_past: int) -> None:
+    def show_one(self, n_past: int) -> None:
         """Write the mask of a single row: it sees `n_past` cache rows and its own."""
-        mask = self.mask.array
-        if self._shown == (slot, n_past - 1):
-            mask[n_past] = 0
-            self.mask.upload(n_past, n_past + 1)
-        else:
+        mask, shown = self.mask.array, self._shown
+        if shown is None:
             mask[: n_past + 1] = 0
             mask[n_past + 1 :] = -np.inf
             self.mask.upload(0, len(mask))
-        self._shown = slot, n_past
+        elif n_past > shown:
+            mask[shown + 1 : n_past + 1] = 0
+            self.mask.upload(shown + 1, n_past + 1)
+        elif n_past < shown:
+            mask[n_past + 1 : shown + 1] = -np.inf
+            self.mask.upload(n_past + 1, shown + 1)
+        self._shown = n_past
 
     def fill_mask(self, n: int, n_past: int, n_kv: int) -> None:
         """Row i sees cache rows up to n_past + i."""

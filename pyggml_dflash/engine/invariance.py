@@ -32,7 +32,7 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.products import Product, ProductRunner
 from pyggml_dflash.state.slot import Slot
 
-LIMIT_S: Final = 1.0  # most for comparing whole forwards
+LIMIT_S: Final = 1.0  # for widths that only drafts need, and for comparing whole forwards: most of each
 N_STEPS: Final = 3  # tokens of a compared text: later ones read what earlier ones left
 SINGLE: Final = Batching(mode="single", rows=1, exact=True, reason="there is one slot")
 
@@ -55,8 +55,9 @@ def measure_batching(
     if allow_variance:
         reason = "rows may be rounded otherwise than alone, as asked for"
         return Batching(mode="batched", rows=most, exact=False, reason=reason)
-    found = measure_products(backend, ledger, forwards.products(), most)
-    batching = choose(found, most)
+    width = 1 if forwards.recording is None else forwards.recording.max_width
+    found = measure_products(backend, ledger, forwards.products(), most, width)
+    batching = choose(found, most, width)
     if batching.rows == 1:
         return batching
     return _checked(forwards, slots, batching, found)
@@ -73,23 +74,27 @@ class Agreement:
 
 
 def measure_products(
-    backend: Backend, ledger: Ledger, wanted: Sequence[Product], most: int
+    backend: Backend, ledger: Ledger, wanted: Sequence[Product], most: int, width: int = 1
 ) -> list[Agreement]:
-    """How many rows of each product agree, looking at up to `most` of them."""
-    with closing(ProductRunner(backend, ledger, wanted, most)) as runner:
+    """How many rows of each product agree, up to `most`, and while there is time up to `width`."""
+    top, deadline = max(most, width), time.perf_counter() + LIMIT_S
+    with closing(ProductRunner(backend, ledger, wanted, top)) as runner:
         found: list[Agreement] = []
         for product in wanted:
-            found.append(_agreement(runner, product, most))
-            most = max(2, min(most, found[-1].rows))  # what the others give beyond it is of no use
+            found.append(_agreement(runner, product, range(most + 1, top + 1), deadline))
+            top = max(2, min(top, found[-1].rows))  # what the others give beyond it is of no use
         return found
 
 
-def _agreement(runner: ProductRunner, product: Product, most: int) -> Agreement:
+def _agreement(runner: ProductRunner, product: Product, extra: range, deadline: float) -> Agreement:
+    """Looks at all numbers of rows below `extra.stop`; at those in `extra` only before the deadline."""
     started = time.perf_counter()
     lone = _results(runner, product, 1)[0]
     seconds = time.perf_counter() - started
     reference, doubled, rows = lone, False, 1
-    for n in range(2, most + 1):
+    for n in range(2, extra.stop):
+        if n in extra and time.perf_counter() > deadline:
+            break
         results = _results(runner, product, n)
         if n == 2 and not product.n_used and results[0] != lone:
             reference, doubled = results[0], True
@@ -116,8 +121,8 @@ def _bits(rows: npt.NDArray[np.float32]) -> list[bytes]:
     return [row.tobytes() for row in rows]
 
 
-def choose(found: Sequence[Agreement], most: int) -> Batching:
-    """How up to `most` rows may go together, by the product that allows fewest."""
+def choose(found: Sequence[Agreement], most: int, width: int = 1) -> Batching:
+    """How up to `most` slots and up to `width` rows of one may go together, by the tightest product."""
     tightest = min(found, key=lambda a: a.rows)
     rows = min(most, tightest.rows)
     doubled = frozenset(a.product.kind for a in found if a.doubled)
@@ -136,6 +141,7 @@ def choose(found: Sequence[Agreement], most: int) -> Batching:
         rows=rows,
         exact=True,
         reason="; ".join(reasons) or f"rows are the same alone and among {most}",
+        verify_rows=min(width, tightest.rows),
         doubled=doubled,
     )
 
@@ -148,33 +154,64 @@ def _named(product: Product) -> str:
 def _checked(
     forwards: Forwards, slots: Sequence[Slot], batching: Batching, found: Sequence[Agreement]
 ) -> Batching:
-    """The same, if whole forwards agree; as few rows as they do over, or one by one."""
+    """The same as far as whole forwards agree, where they can be compared in time.
+
+    A device that computes a lone row's products otherwise in a graph than by themselves gets all of them
+    doubled; where that does not help, rows run one by one.
+    """
     lone_s = sum(a.lone_s * a.product.n_times for a in found)
-    if lone_s * N_STEPS * batching.rows * batching.rows / 2 > LIMIT_S:
+    if lone_s * (N_STEPS * batching.rows**2 / 2 + 3 * batching.verify_rows) > LIMIT_S:
         return batching
     before = forwards.batching
-    forwards.use(batching)
+    every = frozenset(a.product.kind for a in found if not a.product.n_used)
+    reason = "whole forwards agree with products of a lone row made of two equal rows"
     try:
-        rows = _agreeing_rows(forwards, slots[: batching.rows])
+        for tried in (batching, replace(batching, mode="padded", doubled=every, reason=reason)):
+            forwards.use(tried)
+            rows = _agreeing_rows(forwards, slots[: tried.rows])
+            if rows > 1:
+                width = _agreeing_width(forwards, slots[0], tried.verify_rows)
+                fewer = f"whole forwards agree over up to {rows} rows"
+                reason = tried.reason if rows == tried.rows else fewer
+                return replace(tried, rows=rows, verify_rows=width, reason=reason)
     finally:
         forwards.use(before)
-    if rows == batching.rows:
-        return batching
-    reason = f"whole forwards agree over up to {rows} rows"
-    if rows == 1:
-        return Batching(mode="sequential", rows=1, exact=True, reason=reason)
-    return replace(batching, rows=rows, reason=reason)
+    reason = "whole forwards of two rows round otherwise than those of one"
+    return Batching(mode="sequential", rows=1, exact=True, reason=reason)
+
+
+def _text(forwards: Forwards, n: int) -> list[int]:
+    return [(7919 * i + 13) % forwards.model.config.n_vocab for i in range(n)]
 
 
 def _agreeing_rows(forwards: Forwards, slots: Sequence[Slot]) -> int:
     """The most slots over which a text gives the logits that it gives alone."""
-    n_vocab = forwards.model.config.n_vocab
-    tokens = [(7919 * i + 13) % n_vocab for i in range(N_STEPS)]
+    tokens = _text(forwards, N_STEPS)
     alone = _decoded(forwards, slots[:1], tokens)
     for n in range(2, len(slots) + 1):
         if _decoded(forwards, slots[:n], tokens) != [logits * n for logits in alone]:
             return n - 1
     return len(slots)
+
+
+def _agreeing_width(forwards: Forwards, slot: Slot, most: int) -> int:
+    """The most rows of a verify forward that give what decoding gives, and lead to the same state; else 1."""
+    if most == 1:
+        return 1
+    tokens = _text(forwards, most + 1)
+    alone = [logits for (logits,) in _decoded(forwards, [slot], tokens)]
+    try:
+        for n in range(most, 1, -1):
+            slot.reset()
+            found = _bits(forwards.verify(slot, tokens[:n]))
+            forwards.commit(slot, width=n, n_keep=n)
+            slot.commit(n)
+            found.append(forwards.decode(slot, tokens[n]).tobytes())
+            if found == alone[: n + 1]:
+                return n
+        return 1
+    finally:
+        slot.reset()
 
 
 def _decoded(forwards: Forwards, slots: Sequence[Slot], tokens: Sequence[int]) -> list[list[bytes]]:

@@ -83,6 +83,7 @@ class EngineInfo:
     decode_mode: str  # how slots decode: 'single', 'batched', 'padded' or 'sequential'
     decode_rows: int  # most slots that decode in one forward
     decode_reason: str
+    exact_width: int  # most rows of a verify forward that give what decoding gives; 1: not known of more
     rollback: str | None  # how rejected drafts are taken back: 'snapshots' or 'replay'
     draft: DraftInfo | None  # a draft with a file of its own
 
@@ -407,6 +408,7 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         decode_mode=batching.mode,
         decode_rows=batching.rows,
         decode_reason=batching.reason,
+        exact_width=batching.verify_rows,
         rollback=None if recording is None else recording.update,
         draft=None if choice.plan is None else choice.plan.info,
     )

@@ -86,7 +86,8 @@ class Speculation:
         assert forwards.recording is not None
         self._forwards, self._drafter, self._sampler, self._ends = forwards, drafter, sampler, ends
         self._fixed = width
-        self._max_width = min(forwards.recording.max_width, drafter.max_drafts + 1)
+        most = forwards.max_width if width is None else forwards.recording.max_width
+        self._max_width = min(most, drafter.max_drafts + 1)
         self._backlog = Backlog(forwards, drafter) if backlog is None else backlog
         self._leaves_backlog = backlog is not None  # to whoever keeps it for the next request
         self._control = VerifyWidth(self._max_width) if control is None else control

@@ -21,8 +21,8 @@ WIDTHS: Final = (2, 4, 8, 16)
 def learn_costs(forwards: Forwards, drafter: Drafter, slot: Slot, options: EngineOptions) -> VerifyWidth:
     """What chooses widths; steps are measured here unless one width was chosen for all."""
     assert forwards.recording is not None
-    width = min(forwards.recording.max_width, drafter.max_drafts + 1)
-    if options.spec_width != "auto":
+    width = min(forwards.max_width, drafter.max_drafts + 1)
+    if options.spec_width != "auto" or width < 2:
         return VerifyWidth(width)
     return VerifyWidth(width, measure_steps(forwards, drafter, slot, width))
 

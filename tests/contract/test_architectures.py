@@ -10,7 +10,8 @@ import pytest
 
 from pyggml_dflash.arch import ARCHITECTURES
 from pyggml_dflash.arch.base import GraphKey, OutputKind
-from pyggml_dflash.engine.graphs import BUCKET, Inputs, build_forward
+from pyggml_dflash.engine.forward import build_forward
+from pyggml_dflash.engine.graphs import BUCKET, Inputs
 from pyggml_dflash.ggml.arena import read_bytes
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.state.slot import Slot

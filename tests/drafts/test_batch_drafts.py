@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pyggml_dflash import Engine
 from pyggml_dflash.arch.base import Capture, StateUpdate
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.invariance import measure_batching
 from pyggml_dflash.ggml.arena import read_bytes
+from pyggml_dflash.options import Spec
 from pyggml_dflash.state.slot import Slot
-from tests.drafts.drafted import Floats, Target, open_target
+from tests.drafts.drafted import MAX_WIDTH, Floats, Target, open_target
+from tests.engine.tiny import QWEN35, opened, prompt
 from tests.reference.stored import model_file
 
 MODELS = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
@@ -39,9 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[(name, flash) for name in MODELS for flash in ("on", "off")], ids="-".join
+)
 def target(request: pytest.FixtureRequest, folder: Path) -> Iterator[Target]:
-    with open_target(model_file(request.param, "F32", folder), n_slots=4) as target:
+    name, flash_attn = request.param
+    path = model_file(name, "F32", folder)
+    with open_target(path, n_slots=4, flash_attn=flash_attn) as target:
         yield target
 
 
@@ -167,3 +175,49 @@ def test_a_batch_records_the_row_asked_for(target: Target, forwards: Forwards, c
     forwards.decode_batch(slots, [5, 6, 7], capture=captured)
     assert recorded() == expected
     forwards.recorded = 0
+
+
+@pytest.mark.parametrize("n_prompt", [1, 66, 251])
+def test_rows_of_a_verify_forward_are_decoded_ones(target: Target, forwards: Forwards, n_prompt: int) -> None:
+    """Bit by bit, the state that those leave which are kept included.
+
+    The second prompt ends where qwen4exp begins to choose, the last one in front of the next bucket.
+    """
+    slot, tokens = target.slots.slots[2], text(2)
+    most = forwards.batching.verify_rows
+    assert most >= 2
+    start(forwards, slot, tokens[:n_prompt])
+    decoded, states = [], []
+    for token in tokens[n_prompt : n_prompt + most + 1]:
+        decoded.append(forwards.decode(slot, token).copy())
+        slot.commit(1)
+        states.append(recurrent_bytes(target, slot))
+    for width, keep in ((most, most), (most, 1), (most, most // 2), (2, 2), (2, 1), (3, 3)):
+        start(forwards, slot, tokens[:n_prompt])
+        found = [*verify(forwards, slot, tokens, min(width, most), keep)]
+        assert recurrent_bytes(target, slot) == states[keep - 1]
+        found.append(forwards.decode(slot, tokens[slot.n_past]).copy())
+        np.testing.assert_array_equal(found, decoded[: keep + 1])
+
+
+def test_widths_that_round_otherwise_are_chosen_only_when_asked_for(target: Target) -> None:
+    """A draft may be verified over more rows than agree; the engine does so where a width is given."""
+    with recording(target, "replay") as forwards:
+        found = forwards.batching
+        assert forwards.max_width == found.verify_rows
+        forwards.use(replace(found, verify_rows=3))
+        assert forwards.max_width == 3
+        forwards.use(replace(found, verify_rows=1, exact=False))
+        assert forwards.max_width == MAX_WIDTH
+
+
+def test_drafts_change_no_bit_of_an_answer_where_there_are_several_slots() -> None:
+    def logprobs(engine: Engine, spec: Spec) -> list[float]:
+        answer = engine.generate(prompt(240), max_tokens=60, ignore_eos=True, logprobs=1, spec=spec)
+        assert answer.logprobs is not None
+        if answer.speculation is not None:
+            assert answer.speculation.verify_steps > 0
+        return [token.logprob for token in answer.logprobs]
+
+    with opened(QWEN35, spec="mtp", spec_width=4, slots=2, max_ctx=512) as engine:
+        assert logprobs(engine, "mtp") == logprobs(engine, "off")

@@ -19,7 +19,8 @@ from pyggml_dflash import (
     SamplingOptions,
     UsageError,
 )
-from pyggml_dflash.engine.graphs import BUCKET, Forwards, build_forward
+from pyggml_dflash.engine.forward import build_forward
+from pyggml_dflash.engine.graphs import BUCKET, Forwards
 from pyggml_dflash.ggml.ffi import c_string, lib
 from pyggml_dflash.ggml.gguf import TensorInfo
 from tests.engine.apart import Apart

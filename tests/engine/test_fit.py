@@ -473,6 +473,11 @@ def test_batches_take_what_was_planned(folder: Path, spec: Spec) -> None:
         n_built = forwards.built.n
         forwards.decode_batch(core.slots, tokens(4, seed=4), capture=0 if spec == "mtp" else None)
         assert forwards.built.n == n_built
+        if forwards.recording is not None:
+            width = forwards.recording.max_width
+            forwards.use(replace(forwards.batching, verify_rows=width))
+            forwards.verify(core.slots[1], tokens(width, seed=5))
+            held = ledger.by_label("CPU")
         assert {label: n for label, n in held.items() if n > terms.get(label, 0)} == {}
         assert ledger.peak("CPU") <= sum(terms.values())
 

@@ -62,7 +62,7 @@ class HostInputs:
     def fill(self, arrays: Mapping[str, npt.NDArray[Any]], rows: FedRows) -> Mapping[str, int]:
         """See `Feeder.fill`."""
         counts: dict[str, int] = {}
-        if self._ngrams is not None and self._config.ngram is not None:
+        if self._ngrams is not None and self._config.ngram is not None and not rows.apart:
             n = len(rows.tokens) * self._config.ngram.width
             self._ngrams.read(rows.tokens, rows.before, arrays[NGRAM_ROWS][:n])
             counts[NGRAM_ROWS] = n

@@ -7,7 +7,7 @@ of rows (tokens) of the forward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pyggml_dflash.arch.base import State, Step
 from pyggml_dflash.ggml.ops import GraphBuilder, RopeParams
@@ -72,6 +72,7 @@ class KVView:
     v: Tensor
     head_dim: int
     n_head_kv: int
+    _turned: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, state: State, layer: int, config: ModelConfig) -> KVView:
@@ -102,6 +103,13 @@ class KVView:
     def values(self, g: GraphBuilder, step: Step) -> Tensor:
         """[head_dim, n_kv, head_kv] of the step's slot."""
         return self._read(g, self.v, step)
+
+    def turned_values(self, g: GraphBuilder, step: Step) -> Tensor:
+        """[n_kv, head_dim, head_kv], a copy; rows of one slot that attend on their own share it."""
+        span = step.key.slot, step.key.n_kv
+        if span not in self._turned:
+            self._turned[span] = g.cont(g.transpose(self.values(g, step)))
+        return self._turned[span]
 
 
 def apart(g: GraphBuilder, step: Step, mix: Callable[[Step, int], Tensor]) -> Tensor:
@@ -151,14 +159,13 @@ def _attend(
 ) -> Tensor:
     head_dim, n_head, n_tokens, _ = q.shape
     q = g.permute(q, 0, 2, 1, 3)  # [head_dim, M, head]
-    keys, values = cache.keys(g, step), cache.values(g, step)
+    keys = cache.keys(g, step)
     if step.flash_attn:
-        out = g.flash_attn(q, keys, values, mask, scale, max_visible)
+        out = g.flash_attn(q, keys, cache.values(g, step), mask, scale, max_visible)
         return g.reshape(out, head_dim * n_head, n_tokens)
     scores = g.accumulate_f32(g.mul_mat(keys, q))  # [n_kv, M, head]
     weights = g.soft_max(scores, mask, scale)
-    values = g.cont(g.transpose(values))  # [n_kv, head_dim, head_kv]
-    out = g.permute(g.mul_mat(values, weights), 0, 2, 1, 3)
+    out = g.permute(g.mul_mat(cache.turned_values(g, step), weights), 0, 2, 1, 3)
     return g.cont_2d(out, head_dim * n_head, n_tokens)
 
 

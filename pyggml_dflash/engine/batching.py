@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from pyggml_dflash.ggml.tensor import WeightKind
+from pyggml_dflash.ggml.padding import NO_PADDING, Padding, Paddings
 
-# 'single': there is one slot. 'batched': rows go together. 'padded': so they do, and a lone row is
-# multiplied with weights of some kinds as two equal rows, where kernels round otherwise for one.
-# 'sequential': rows run one after another.
+# 'single': there is one slot. 'batched': rows go together. 'padded': so they do, and products with weights
+# of some kinds are made of more rows than there are, where kernels round otherwise for few. 'sequential':
+# rows run one after another.
 DecodeMode = Literal["single", "batched", "padded", "sequential"]
 
+# What products may be made of, the cheapest first.
+PADDINGS: Final = (Padding(), Padding(least=2), Padding(least=4, multiple=4))
 MOST_ROWS: Final = 16  # of one decode forward; more slots take turns
 
 
@@ -24,7 +26,9 @@ class Batching:
     exact: bool  # a row's logits do not depend on how many others run beside it
     reason: str
     verify_rows: int = 1  # most rows of a verify forward that give what decoding gives; 1: unknown
-    doubled: frozenset[WeightKind] = frozenset()  # weights that a lone row is multiplied with as two rows
+    paddings: Paddings = NO_PADDING  # of products with weights
 
 
 UNMEASURED: Final = Batching(mode="batched", rows=MOST_ROWS, exact=False, reason="nothing was measured")
+# What takes most memory of all that a probe may choose.
+LARGEST: Final = replace(UNMEASURED, paddings=Paddings(others=PADDINGS[-1]))

@@ -10,8 +10,9 @@ from pyggml_dflash.engine.inputs import Inputs
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.padding import NO_PADDING, Paddings
 from pyggml_dflash.ggml.placement import builder_for
-from pyggml_dflash.ggml.tensor import Tensor, WeightKind
+from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights
 
@@ -25,7 +26,7 @@ class Model:
     weights: LoadedWeights
     flash_attn: bool
     plain_kv: range = range(0)  # cache rows over which decode and verify attend without flash attention
-    doubled: frozenset[WeightKind] = frozenset()  # weights that a lone row is multiplied with as two rows
+    paddings: Paddings = NO_PADDING  # of products with its weights
 
     def uses_flash(self, key: GraphKey) -> bool:
         """Whether a forward of this key uses flash attention; the same for decode and verify."""
@@ -86,8 +87,8 @@ def build_graph(
 ) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
     """As `build_forward`, with inputs that `step` makes."""
     max_nodes = model.architecture.max_nodes(model.config, len(key.parts)) + 64
-    max_nodes += max_nodes // 2 if model.doubled else 0
-    builder = builder_for(backend, max_nodes, model.doubled)
+    max_nodes += max_nodes // 2 if model.paddings else 0
+    builder = builder_for(backend, max_nodes, model.paddings)
     try:
         logits = model.architecture.build(builder, model.config, model.weights, state, step(builder))
         if logits is None:

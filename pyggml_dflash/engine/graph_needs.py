@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pyggml_dflash.arch.base import Commit, GraphKey
-from pyggml_dflash.engine.batching import MOST_ROWS
+from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS
 from pyggml_dflash.engine.inputs import BUCKET, bucketed
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 
@@ -22,8 +22,17 @@ SHORT_TAIL: Final = 16  # rows of a prompt's last chunk below which kernels take
 
 
 def forward_needs(forwards: Forwards, probe: MemoryProbe) -> int:
-    """Bytes of the largest graph of a context; `forwards` may be those of a dry ledger."""
-    return _Needs(forwards, probe).find()
+    """Bytes of the largest graph of a context, however slots will decode together.
+
+    `forwards` may be those of a dry ledger. Graphs that they keep are forgotten.
+    """
+    before = forwards.batching
+    if forwards.n_slots > 1:
+        forwards.use(LARGEST)
+    try:
+        return _Needs(forwards, probe).find()
+    finally:
+        forwards.use(before)
 
 
 class _Needs:

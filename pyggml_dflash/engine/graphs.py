@@ -94,7 +94,7 @@ class Forwards:
     def use(self, batching: Batching) -> None:
         """Decode as a probe found; graphs that were built before are forgotten."""
         self.batching = batching
-        self.model = replace(self.model, doubled=batching.doubled)
+        self.model = replace(self.model, paddings=batching.paddings)
         self._cache.clear()
 
     @property

@@ -6,7 +6,7 @@ memory comes from its allocator, inputs and weights bring their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -15,8 +15,9 @@ from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.arena import Context
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
+from pyggml_dflash.ggml.padding import NO_PADDING, Paddings
 from pyggml_dflash.ggml.pins import Pins
-from pyggml_dflash.ggml.tensor import Tensor, WeightKind
+from pyggml_dflash.ggml.tensor import Tensor
 
 Supports = Callable[[Tensor], bool]
 LINK_ROWS: Final = 65  # fewer rows, as those of decoded tokens, always cross in single precision
@@ -42,19 +43,19 @@ class GraphBuilder:
 
     `max_nodes` bounds both; a builder that runs over raises before ggml would abort. `supports` tells
     whether the device can run an operation; where it cannot, the few operations that have a
-    composition of others use it. Products of a single row with weights of the kinds in `doubled` are
-    made of two equal rows: what kernels for several rows give, bit by bit. With `pins` the graph runs over
-    several backends: `follow` and `at` say where the next operations run, at first where inputs are.
+    composition of others use it. Products with weights are made of as many rows as `paddings` says. With
+    `pins` the graph runs over several backends: `follow` and `at` say where the next operations run, at first
+    where inputs are.
     """
 
     def __init__(
         self,
         max_nodes: int,
         supports: Supports | None = None,
-        doubled: Set[WeightKind] = frozenset(),
+        paddings: Paddings = NO_PADDING,
         pins: Pins | None = None,
     ) -> None:
-        self._supports, self._doubled, self.pins = supports, doubled, pins
+        self._supports, self._paddings, self.pins = supports, paddings, pins
         self.cut: object | None = None  # how the graph is divided, once it is; see `ggml.cut`
         self.picks: list[Tensor] = []  # I32 [n_used, M] of each layer with experts: which were chosen
         self._stack = ExitStack()
@@ -236,10 +237,19 @@ class GraphBuilder:
 
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
         """w [in, out] times x [in, n]: F32 [out, n]."""
-        if self._doubled and x.shape[1] == 1 and w.weight_kind in self._doubled:
-            both = self.concat(x, x, 1)
-            return self.only(self._new(lib.ggml_mul_mat(self._c, w.ptr, both.ptr)), 1, 0)
-        return self._new(lib.ggml_mul_mat(self._c, w.ptr, x.ptr))
+        n = x.shape[1]
+        n_made = self._paddings.rows(w.weight_kind, n) if self._paddings and x.shape[2] == 1 else n
+        made = x if n_made == n else self._repeated(x, n_made)
+        y = self._new(lib.ggml_mul_mat(self._c, w.ptr, made.ptr))
+        return y if n_made == n else self.view(y, (y.shape[0], n), y.strides[1:2], 0)
+
+    def _repeated(self, x: Tensor, n: int) -> Tensor:
+        """x [in, m] with its first rows again behind it, once or over and over, until there are `n`."""
+        n_in, m, _, _ = x.shape
+        if n % m == 0:
+            return self.repeat(x, n_in, n, 1, 1)
+        assert n < 2 * m
+        return self.concat(x, self.view(x, (n_in, n - m), x.strides[1:2], 0), 1)
 
     def mul_mat_id(self, experts: Tensor, x: Tensor, ids: Tensor) -> Tensor:
         """Per row, the products with its chosen experts.

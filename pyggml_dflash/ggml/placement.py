@@ -6,7 +6,6 @@ without data is asked about.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Final, Literal
 
 from pyggml_dflash.errors import BackendError
@@ -16,8 +15,9 @@ from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, c_string, ffi, lib
 from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.padding import NO_PADDING, Paddings
 from pyggml_dflash.ggml.pins import Pins
-from pyggml_dflash.ggml.tensor import Tensor, WeightKind
+from pyggml_dflash.ggml.tensor import Tensor
 
 # What the CUDA kernels of ggml 0.25.3 abort on although they claim support (gated_delta_net.cu, ssm-conv.cu).
 GPU_DELTA_NET_SIZES: Final = frozenset({16, 32, 64, 128})
@@ -88,12 +88,12 @@ def can_run(backend: Backend, op: Tensor) -> bool:
     return True
 
 
-def builder_for(backend: Backend, max_nodes: int, doubled: Set[WeightKind] = frozenset()) -> GraphBuilder:
-    """An empty graph that runs on a backend and its peers; `doubled` as of `GraphBuilder`."""
+def builder_for(backend: Backend, max_nodes: int, paddings: Paddings = NO_PADDING) -> GraphBuilder:
+    """An empty graph that runs on a backend and its peers; `paddings` as of `GraphBuilder`."""
     if not backend.peers:
-        return GraphBuilder(max_nodes, lambda op: can_run(backend, op), doubled)
+        return GraphBuilder(max_nodes, lambda op: can_run(backend, op), paddings)
     pins = Pins(backend.all, half_links=backend.half_links)
-    return GraphBuilder(max_nodes, lambda op: can_run(pins.backend, op), doubled, pins)
+    return GraphBuilder(max_nodes, lambda op: can_run(pins.backend, op), paddings, pins)
 
 
 def check_supported(backend: Backend, builder: GraphBuilder) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pyggml_dflash.engine.batching import PADDINGS
 from pyggml_dflash.engine.invariance import Agreement, choose, measure_batching
 from pyggml_dflash.ggml.arena import read
 from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.padding import Padding, Paddings
 from pyggml_dflash.ggml.products import Product
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 from tests.reference.opened import OnOff, Parts, assembled, on_the_cpu
@@ -83,7 +87,7 @@ def test_one_slot_needs_no_probe_and_variance_may_be_allowed(tmp_path: Path) -> 
             slots = parts.slots.slots
             found = measure_batching(parts.forwards, slots, parts.backend, parts.ledger, allow_variance=allow)
             assert (found.mode, found.rows, found.exact) == expected
-            assert not found.doubled
+            assert not found.paddings
 
 
 def test_every_product_that_decoding_has_is_looked_at(tmp_path: Path) -> None:
@@ -104,31 +108,73 @@ def kind(element: ElementType, n_out: int = 64) -> WeightKind:
     return WeightKind(element, (64, n_out, 1), "CPU")
 
 
-def agreement(rows: int, *, doubled: bool = False, element: ElementType = ElementType.Q8_0) -> Agreement:
+def agreement(element: ElementType, *rows: int) -> Agreement:
+    """A product whose rows agree so far without padding, as two and more, in fours."""
     product = Product(Tensor(None), kind(element))
-    return Agreement(product=product, rows=rows, doubled=doubled, lone_s=0.0)
+    return Agreement(product=product, rows=dict(zip(PADDINGS, rows, strict=False)), lone_s=0.0)
 
 
-F16 = ElementType.F16
+NONE, TWO, FOUR = PADDINGS
+ANY = agreement(ElementType.Q8_0, 16)
+HALF = agreement(ElementType.F16, 1, 16)
+PACKED = agreement(ElementType.Q4_K, 3, 3, 16)
+STRICT = agreement(ElementType.Q6_K, 2, 2, 2)
+NEVER = agreement(ElementType.Q5_K, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("found", "mode", "rows", "doubled"),
+    ("found", "slots", "width", "mode", "rows", "verify_rows", "paddings"),
     [
-        ([agreement(4), agreement(4)], "batched", 4, ()),
-        ([agreement(4), agreement(3)], "batched", 3, ()),
-        ([agreement(4), agreement(4, doubled=True, element=F16)], "padded", 4, (F16,)),
-        ([agreement(2), agreement(4, doubled=True, element=F16)], "padded", 2, (F16,)),
-        ([agreement(1), agreement(4, doubled=True, element=F16)], "sequential", 1, ()),
+        ((ANY,), 4, 1, "batched", 4, 1, {}),
+        ((ANY,), 2, 8, "batched", 2, 8, {}),
+        ((ANY, HALF), 4, 16, "padded", 4, 16, {ElementType.F16: TWO}),
+        ((ANY, PACKED), 3, 1, "batched", 3, 1, {}),
+        ((PACKED,), 4, 1, "padded", 4, 1, {ElementType.Q4_K: FOUR}),
+        ((PACKED,), 2, 8, "padded", 2, 8, {ElementType.Q4_K: FOUR}),
+        ((HALF, PACKED, STRICT), 4, 8, "padded", 2, 2, {ElementType.F16: TWO}),
+        ((HALF, NEVER), 4, 8, "sequential", 1, 1, {}),
     ],
 )
-def test_the_tightest_product_decides(
-    found: list[Agreement], mode: str, rows: int, doubled: tuple[ElementType, ...]
+def test_products_are_padded_as_little_as_all_rows_need(
+    found: tuple[Agreement, ...],
+    slots: int,
+    width: int,
+    mode: str,
+    rows: int,
+    verify_rows: int,
+    paddings: dict[ElementType, Padding],
 ) -> None:
-    batching = choose(found, 4)
-    assert (batching.mode, batching.rows, batching.exact) == (mode, rows, True)
-    assert {kind.type for kind in batching.doubled} == set(doubled)
-    if rows < 4:
-        assert "q8_0" in batching.reason
-    if doubled:
-        assert "f16" in batching.reason
+    """A product that allows few rows anyway spares the others."""
+    batching = choose(found, slots, width)
+    assert (batching.mode, batching.rows, batching.verify_rows) == (mode, rows, verify_rows)
+    assert {kind.type: padding for kind, padding in batching.paddings.kinds.items()} == paddings
+    for element in paddings:
+        assert element.label in batching.reason
+    if rows < slots:
+        assert min(found, key=lambda a: a.most).product.kind.type.label in batching.reason
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_a_product_is_made_of_enough_rows_and_those_of_prompts_are_left_alone(padding: Padding) -> None:
+    for n in range(1, 17):
+        made = padding.rows(n)
+        assert made >= max(n, padding.least)
+        assert made % padding.multiple == 0
+        assert made - n < max(padding.least, padding.multiple)
+    assert [padding.rows(n) for n in (17, 509)] == [17, 509]
+
+
+@pytest.mark.parametrize("padding", PADDINGS[1:])
+@pytest.mark.parametrize("n", range(1, 18))
+def test_rows_of_a_padded_product_are_those_of_the_product(padding: Padding, n: int, tmp_path: Path) -> None:
+    """Q8_0 rounds alike for any number of rows on CPUs, so a wrong row shows."""
+    path = wide("llama", "Q8_0", tmp_path)
+    with assembled(on_the_cpu(path, max_ctx=256, repack="off"), n_slots=17) as parts:
+        forwards, slots = parts.forwards, parts.slots.slots[:n]
+        found = []
+        for paddings in (Paddings(), Paddings(others=padding)):
+            forwards.use(replace(forwards.batching, rows=17, paddings=paddings))
+            found.append(forwards.decode_batch(slots, tokens(n, seed=n)).copy())
+            for slot in slots:
+                slot.reset()
+        np.testing.assert_array_equal(found[1], found[0])

@@ -7,6 +7,7 @@ Sections, each in a process of its own, so that an abort in native code costs on
     facts        the build, its devices and features
     logits       fixture models: teacher-forced logits on the GPU against the CPU's
     logits-no-tf32   the F32 ones again, with cuBLAS kept from rounding operands to TF32
+    together     fixture models: slots that decode together give what each gives alone, bit by bit
     texts        the shipped model: greedy texts of ten prompts on the GPU against the CPU's
     pool         a bare matrix product: legacy pool before and after, trims, the same bytes afterwards
     pool-meta    the same through a one-rank meta backend
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import device_logits
 import device_pool
+import device_together
 from device_report import Check, Report, Setup
 from random_model import PRESETS, write_model
 from rates import Side, Spread, Work, n_equal, ours_command, peer_command, ratio, take_turns
@@ -165,6 +167,7 @@ SECTIONS: Final[dict[str, Callable[[Report, Setup], None]]] = {
     "facts": facts,
     "logits": device_logits.check_logits,
     "logits-no-tf32": device_logits.check_logits_no_tf32,
+    "together": device_together.check_together,
     "texts": texts,
     "pool": pool,
     "pool-meta": pool_meta,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
+
+MOST_CHOICES: Final = 4  # of experts, in one run
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,11 @@ class Product:
     def n_in(self) -> int:
         """Elements of a row."""
         return self.kind.shape[0] * self.n_inputs
+
+    @property
+    def n_out(self) -> int:
+        """Results for a row."""
+        return self.kind.shape[1] * max(1, self.n_used)
 
     @property
     def n_bytes(self) -> int:
@@ -63,45 +71,64 @@ def products(builder: GraphBuilder) -> list[Product]:
 class ProductRunner:
     """Runs products by themselves, over up to `max_rows` rows that are all equal."""
 
-    def __init__(self, backend: Backend, ledger: Ledger, wanted: Iterable[Product], max_rows: int) -> None:
+    def __init__(
+        self, backend: Backend, ledger: Ledger, wanted: Iterable[Product], max_rows: int, max_inputs: int
+    ) -> None:
+        """`max_inputs`: rows that are tried, each of them equal `max_rows` times."""
         wanted = list(wanted)
         n_in = max((p.n_in for p in wanted), default=1)
         n_used = max((p.n_used for p in wanted), default=0)
-        self._backend = backend
-        sizes = {"x": (ElementType.F32, n_in * max_rows), "ids": (ElementType.I32, max(1, n_used) * max_rows)}
+        self._backend, self._max_ids = backend, max(1, n_used) * max_rows
+        sizes = {
+            "x": (ElementType.F32, n_in * max_inputs),
+            "ids": (ElementType.I32, MOST_CHOICES * self._max_ids),
+        }
         with ExitStack() as stack:
             self._inputs = InputArena(backend, ledger, "inputs", sizes)
             stack.callback(self._inputs.close)
             self._allocator = GraphAllocator(backend, ledger, "products")
             stack.callback(self._allocator.close)
             self._stack = stack.pop_all()
-        self._row = np.random.default_rng(0).standard_normal(n_in).astype(np.float32)
+        x = self._inputs["x"]
+        if not ledger.dry:
+            x.array[:] = np.random.default_rng(0).standard_normal(len(x.array))
+            x.upload(0, len(x.array))
 
-    def run(self, product: Product, n: int, first_expert: Sequence[int] = ()) -> npt.NDArray[np.float32]:
-        """Results [n, ..] of `n` equal rows; row i chooses its experts from `first_expert[i]` on."""
-        g, x, width = builder_for(self._backend, 64), self._inputs["x"], product.n_in
-        x.array[: n * width] = np.tile(self._row[:width], n)
-        x.upload(0, n * width)
-        graph = StepGraph(
-            self._backend, g, (g.output(self._build(g, product, n, first_expert)),), self._allocator
-        )
+    def run(
+        self, product: Product, n: int, n_inputs: int, first_experts: Sequence[Sequence[int]] = ((),)
+    ) -> npt.NDArray[np.float32]:
+        """Results [choice, input, n, ..]: each of `n_inputs` rows, `n` times the same.
+
+        Of a choice of experts row i chooses from `first_experts[choice][i]` on.
+        """
+        assert len(first_experts) <= MOST_CHOICES
+        g = builder_for(self._backend, 64 + 8 * len(first_experts) * n_inputs)
+        found = [
+            g.output(self._product(g, product, n, i, choice, firsts))
+            for choice, firsts in enumerate(first_experts)
+            for i in range(n_inputs)
+        ]
+        graph = StepGraph(self._backend, g, tuple(found), self._allocator)
         try:
-            return graph.run()[0].reshape(n, -1).copy()
+            return np.array(graph.run()).reshape(len(first_experts), n_inputs, n, -1)
         finally:
             graph.close()
 
-    def _build(self, g: GraphBuilder, product: Product, n: int, first_expert: Sequence[int]) -> Tensor:
+    def _product(
+        self, g: GraphBuilder, product: Product, n: int, i: int, choice: int, firsts: Sequence[int]
+    ) -> Tensor:
         k, n_inputs, n_used = product.kind.shape[0], product.n_inputs, product.n_used
-        x = self._inputs["x"].tensor
         g.follow(product.weight)
+        row = g.view(self._inputs["x"].tensor, (k, n_inputs), (4 * k,), 4 * i * product.n_in)
         if not n_used:
-            return g.mul_mat(product.weight, g.view(x, (k, n), (4 * k,), 0))
-        ids = self._inputs["ids"]
-        chosen = (np.array(first_expert)[:, None] + np.arange(n_used)) % product.kind.shape[2]
-        ids.array[: n * n_used] = chosen.reshape(-1)
-        ids.upload(0, n * n_used)
-        rows = g.view(x, (k, n_inputs, n), (4 * k, 4 * k * n_inputs), 0)
-        return g.mul_mat_id(product.weight, rows, g.view(ids.tensor, (n_used, n), (4 * n_used,), 0))
+            return g.mul_mat(product.weight, row if n == 1 else g.repeat(row, k, n, 1, 1))
+        ids, start = self._inputs["ids"], choice * self._max_ids
+        chosen = (np.array(firsts)[:, None] + np.arange(n_used)) % product.kind.shape[2]
+        ids.array[start : start + n * n_used] = chosen.reshape(-1)
+        ids.upload(start, start + n * n_used)
+        chosen_ids = g.view(ids.tensor, (n_used, n), (4 * n_used,), 4 * start)
+        rows = g.reshape(row, k, n_inputs, 1)
+        return g.mul_mat_id(product.weight, rows if n == 1 else g.repeat(rows, k, n_inputs, n, 1), chosen_ids)
 
     def close(self) -> None:
         """Free inputs and memory."""

@@ -273,7 +273,7 @@ class Forwards:
         """
         assert self.recording is not None
         n, n_past = len(tokens), slot.n_past
-        n_kv, apart = bucketed(n_past + n), n <= self.batching.verify_rows
+        n_kv, apart = bucketed(n_past + n), 1 < n <= self.batching.verify_rows
         key = GraphKey(
             n_tokens=n,
             n_kv=n_kv,

@@ -126,7 +126,7 @@ class Session:
     def handle(self, line: str) -> bool:
         """Do what a line says; False if it says goodbye. Errors are shown, and the session goes on."""
         name, _, argument = line.strip().partition(" ")
-        if name == "/bye":
+        if name in ("/bye", "/exit", "/quit"):
             return False
         try:
             if name in self._commands:

@@ -190,8 +190,14 @@ def load(options: EngineOptions, report: ProgressCallback, kept: Reuse | None = 
 def reload(options: EngineOptions, parked: Loaded, report: ProgressCallback) -> Loaded:
     """Load what was parked with everything as it was found then; it is not fitted again."""
     info = parked.info
+    found = None if info.draft is None else info.draft.path  # also where nobody named it
     chosen = replace(
-        options, max_ctx=info.n_ctx, min_ctx=None, chunk=info.chunk, spec=cast("Spec", info.spec)
+        options,
+        max_ctx=info.n_ctx,
+        min_ctx=None,
+        chunk=info.chunk,
+        draft=options.draft or found,
+        spec=cast("Spec", info.spec),
     )
     loaded = load(chosen, report, parked.core.reuse)
     return replace(loaded, fit=parked.fit, info=replace(loaded.info, spec_reason=info.spec_reason))

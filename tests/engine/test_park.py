@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pyggml_dflash import Engine, EngineClosed, EngineParked, ModelFileError
+from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.engine.fit import Planner
 from tests.engine.tiny import PATIENCE_S, QWEN3, QWEN35, opened, prompt
 
@@ -72,6 +73,17 @@ def test_context_and_chunk_stay_and_nothing_is_fitted_again(monkeypatch: pytest.
             engine.generate(prompt(info.n_ctx - 6), **SHORT)
         assert len(searches) == 1
         assert engine.stats().peak_bytes["CPU"] <= CAP["CPU"]
+
+
+@pytest.mark.parametrize("model", [None, DEFAULT_MODEL])
+def test_a_draft_that_was_found_without_being_named_comes_back(model: Path | None) -> None:
+    with Engine.open(model, max_ctx=512, device="CPU", threads=1) as engine:
+        draft, text = engine.info.draft, engine.generate("Once upon a time", **SHORT).text
+        assert draft is not None
+        engine.park()
+        engine.unpark()
+        assert (engine.info.spec, engine.info.draft) == ("dflash", draft)
+        assert engine.generate("Once upon a time", **SHORT).text == text
 
 
 def test_a_drafter_that_was_left_out_stays_out() -> None:

@@ -230,7 +230,6 @@ def answer_here(lines: LineBatch, work: Work) -> None:
         if not work.quiet and fitting(work.defaults, engine) != work.defaults:
             say("the model has no chat template: prompts are continued as with --raw")
         worker = LineWorker(engine, work.defaults, work.settings)
-        lines.begin()
         with (
             worker.run(lines.tasks(), ordered=work.ordered) as records,
             StopOnInterrupt(records, last=2),
@@ -240,7 +239,6 @@ def answer_here(lines: LineBatch, work: Work) -> None:
 
 def answer_elsewhere(lines: LineBatch, work: Work, where: RayOptions) -> None:
     """With the engines of Ray's workers."""
-    lines.begin()
     records = answer_on_ray(
         lines.tasks(), where, work.engine, work.defaults, work.settings, ordered=work.ordered
     )

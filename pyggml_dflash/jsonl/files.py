@@ -48,6 +48,7 @@ class LineBatch:
             self.source, self.target = source, target
             self.n_lines = self._survey()
             self.n_records, self.n_failed = len(self._done.digests), self._done.n_failed
+            self._begun = False
             self._stack = stack.pop_all()
 
     @property
@@ -56,8 +57,9 @@ class LineBatch:
         return self.n_lines - self.n_records
 
     def begin(self) -> None:
-        """Make the output ready; from here on it changes."""
+        """Make the output ready, which the first record does as well; from here on it changes."""
         self._output.begin()
+        self._begun = True
 
     def tasks(self) -> Iterator[Task]:
         """The lines without a record, in their order."""
@@ -69,6 +71,8 @@ class LineBatch:
 
     def write(self, record: Record) -> None:
         """Append a record; when this returns it is on the disk."""
+        if not self._begun:
+            self.begin()
         self._output.append(record.data)
         self.n_records += 1
         self.n_failed += record.failed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from pyggml_dflash.options import EngineOptions, check_int, check_number
 
 LOCAL: Final = "local"
 GROUP: Final = 8  # tasks of a group for each slot: the slots idle only where its last ones run
+PATIENCE_S: Final = 10.0  # for a cluster to answer; Ray itself tries for minutes
 GROUPS_IN_FLIGHT: Final = 2  # of one worker: the next one is there when a group ends
 
 
@@ -86,6 +88,7 @@ def answer_on_ray(
     """
     import ray
 
+    _check_reachable(where.address)
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it repeats what it raises
     model = None if engine.model is None else Path(os.path.abspath(engine.model))
     try:
@@ -103,6 +106,17 @@ def answer_on_ray(
         raise DflashError(f"Ray failed: {' '.join(str(error).split())[-400:]}") from error
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise `DflashError` where nothing listens at HOST:PORT or ray://HOST:PORT; Ray finds the rest."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), PATIENCE_S).close()
+    except (OSError, OverflowError) as error:  # of a port above 65535
+        raise DflashError(f"no cluster of Ray answers at {address}: {error}") from error
 
 
 def _records(

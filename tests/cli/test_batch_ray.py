@@ -50,9 +50,11 @@ def test_what_a_worker_cannot_open_is_told_as_it_is_here(tmp_path: Path) -> None
     assert done.err.splitlines()[-1].startswith(f"dflash: error: {junk} has 8 bytes")
 
 
-def test_a_cluster_that_is_not_there_is_told(tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:99999"])
+def test_a_cluster_that_is_not_there_is_told_at_once(tmp_path: Path, address: str) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
-    done = dflash("batch", str(source), "-o", str(tmp_path / "out"), "--ray", "127.0.0.1:1")
-    assert (done.code, done.out) == (1, "")
-    assert "dflash: error: Ray failed: " in done.err
+    target.write_text("kept")
+    done = dflash("batch", str(source), "-o", str(target), "--overwrite", "--ray", address)
+    assert (done.code, done.out, target.read_text()) == (1, "", "kept")
+    assert f"dflash: error: no cluster of Ray answers at {address}: " in done.err

@@ -29,7 +29,7 @@ class Answers:
 
     def __init__(self, service: Service, questions: Sequence[Question], *, request_id: str) -> None:
         self._service, self._questions, self._request_id = service, questions, request_id
-        self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event | Exception] | None] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._pumps: list[asyncio.Task[None]] = []
 
@@ -78,11 +78,11 @@ class Answers:
         """
         n_open = self.n
         while n_open:
-            try:
-                index, event = await asyncio.wait_for(self._events.get(), patience_s)
-            except asyncio.TimeoutError:
+            item = await self._next(patience_s)
+            if item is None:
                 yield None
                 continue
+            index, event = item
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Ending):
@@ -95,6 +95,19 @@ class Answers:
         """Take in how far the engine has read a prompt."""
         self._tickets[index].on_progress(progress)
         self._events.put_nowait((index, progress))
+
+    async def _next(self, patience_s: float | None) -> tuple[int, Event | Exception] | None:
+        """The next event; None after so long without one.
+
+        `asyncio.wait_for` would lose a cancellation that comes together with an event, before Python 3.12.
+        """
+        if patience_s is None:
+            return await self._events.get()
+        timer = asyncio.get_running_loop().call_later(patience_s, self._events.put_nowait, None)
+        try:
+            return await self._events.get()
+        finally:
+            timer.cancel()
 
     async def _pump(self, index: int, stream: AsyncTextStream, reader: Reader) -> None:
         """From the engine's stream to events; leaves the desk when the answer is over."""

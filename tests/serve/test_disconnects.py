@@ -31,6 +31,18 @@ def test_an_answer_whose_client_goes_ends_in_decode(lasting: Engine, stream: boo
         assert follow.json()["choices"][0]["message"]["content"] == lasting.chat(STORY, max_tokens=2).text
 
 
+def test_no_client_goes_unnoticed_whenever_it_goes(lasting: Engine) -> None:
+    n = 25
+    with live(lasting) as server:
+        for i in range(n):
+            with asked(server, CHAT, ENDLESS) as connection:
+                said = b""
+                while said.count(b"data: ") < 2 + i % 7:  # it may go together with an event
+                    said += connection.recv(4096)
+            until(lambda: state(server) == "free")
+        assert server.metric("dflash_answers_total", reason="cancelled") == n
+
+
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A model that takes many seconds to read its longest prompts, in small chunks."""

@@ -104,6 +104,7 @@ def ask(service: Service, body: ChatRequest) -> Question:
         spec=body.spec,
         ignore_eos=bool(body.ignore_eos),
         parser=prompt.parser,
+        reasoning_block=prompt.reasoning_block,
         one_call=offered.one_call,
     )
 

@@ -71,6 +71,7 @@ def ask(service: Service, body: MessagesRequest) -> Question:
         sampling=with_given(service.options.sampling, given),
         stop=tuple(body.stop_sequences or ()),
         parser=prompt.parser,
+        reasoning_block=prompt.reasoning_block,
         one_call=tools.one_call,
     )
 
@@ -163,7 +164,7 @@ class MessageWriter:
             cache_read_input_tokens=n_cached,
             output_tokens=0 if usage is None else usage.completion_tokens,
             output_tokens_details=ThinkingDetails(
-                thinking_tokens=0 if ending is None else ending.reasoning_tokens
+                thinking_tokens=0 if usage is None else usage.reasoning_tokens
             ),
         )
 

@@ -272,7 +272,7 @@ def usage_body(endings: list[Ending], n_prompt: int) -> UsageBody:
         total_tokens=n_prompt + n_generated,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
         completion_tokens_details=CompletionDetails(
-            reasoning_tokens=sum(ending.reasoning_tokens for ending in endings)
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in usages)
         ),
     )
 

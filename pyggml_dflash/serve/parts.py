@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pyggml_dflash.api import AnswerEvent, AnswerParser, CallEnd, CallStart, ContentDelta, ReasoningDelta
+from pyggml_dflash.api import AnswerEvent, AnswerParser, CallEnd, CallStart, ContentDelta
 from pyggml_dflash.requests import GenerationResult, TextPiece, TokenLogprob
 
 EndReason = Literal["stop", "length", "tool_calls"]
@@ -25,10 +25,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an answer ended, and what its tokens were for."""
+    """How an answer ended."""
 
     result: GenerationResult
-    reasoning_tokens: int  # up to the end of the reasoning block, its marks included
     has_calls: bool
 
     @property
@@ -47,55 +46,43 @@ class Reader:
     def __init__(self, parser: AnswerParser | None = None, *, one_call: bool = False) -> None:
         """Without a parser all of it is content. `one_call`: the answer ends with its first call."""
         self._parser, self._one_call = parser, one_call
-        self.is_over = self._has_calls = self._in_reasoning = False
-        self._n_tokens = self._n_reasoning = 0
+        self.is_over = self._has_calls = False
+        self._n_tokens = 0
 
     def push(self, piece: TextPiece) -> Iterator[Part]:
         """The parts that a piece makes certain."""
-        before, self._n_tokens = self._n_tokens, self._n_tokens + len(piece.tokens)
+        self._n_tokens += len(piece.tokens)
         if self._parser is None:
             events: Sequence[AnswerEvent] = [ContentDelta(piece.text)] if piece.text else []
         else:
             events = self._parser.push(piece.text)
-        return self._parts(events, before, piece.logprobs)
+        return self._parts(events, piece.logprobs)
 
     def finish(self) -> Iterator[Part]:
         """The parts that were held back."""
         events = [] if self._parser is None else self._parser.finish()
-        return self._parts(events, self._n_tokens, ())
+        return self._parts(events, ())
 
     def ending(self, result: GenerationResult) -> Ending:
         """The end of the answer; of one that ended with its first call, as if the model had ended it."""
-        if self._in_reasoning:
-            self._n_reasoning = self._n_tokens
         if self.is_over:
-            n = self._n_tokens
+            n, usage = self._n_tokens, result.usage
             result = replace(
                 result,
                 tokens=result.tokens[:n],
                 logprobs=result.logprobs[:n],
-                usage=replace(result.usage, completion_tokens=n),
+                usage=replace(usage, completion_tokens=n, reasoning_tokens=min(n, usage.reasoning_tokens)),
                 finish_reason="stop",
             )
-        return Ending(result=result, reasoning_tokens=self._n_reasoning, has_calls=self._has_calls)
+        return Ending(result=result, has_calls=self._has_calls)
 
-    def _parts(
-        self, events: Sequence[AnswerEvent], n_before: int, logprobs: tuple[TokenLogprob, ...]
-    ) -> Iterator[Part]:
-        """`n_before`: tokens of the pieces before the one that brought the events."""
+    def _parts(self, events: Sequence[AnswerEvent], logprobs: tuple[TokenLogprob, ...]) -> Iterator[Part]:
         if logprobs and not events:
             events = [ContentDelta("")]
         for event in events:
-            self._count(event, n_before)
+            self._has_calls = self._has_calls or isinstance(event, CallStart)
             yield Part(event=event, logprobs=logprobs)
             logprobs = ()
             if self._one_call and isinstance(event, CallEnd):
                 self.is_over = True
                 return
-
-    def _count(self, event: AnswerEvent, n_before: int) -> None:
-        if isinstance(event, ReasoningDelta):
-            self._in_reasoning, self._n_reasoning = True, self._n_tokens
-        elif event != ContentDelta("") and self._in_reasoning:
-            self._in_reasoning, self._n_reasoning = False, max(self._n_reasoning, n_before)
-        self._has_calls = self._has_calls or isinstance(event, CallStart)

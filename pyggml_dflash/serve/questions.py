@@ -14,7 +14,7 @@ from typing import Any
 from pyggml_dflash.api import AnswerParser, AsyncTextStream, Engine
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import MAX_SEED, SamplingOptions, Spec
-from pyggml_dflash.requests import ProgressCallback
+from pyggml_dflash.requests import ProgressCallback, ReasoningBlock
 from pyggml_dflash.serve.parts import Reader
 
 
@@ -32,6 +32,7 @@ class Question:
     continues_text: bool = False
     parser: Callable[[], AnswerParser] | None = None  # takes an answer apart; None: all of it is content
     one_call: bool = False  # the answer ends with its first call of a tool
+    reasoning_block: ReasoningBlock | None = None  # what an answer may begin with
 
     def reader(self) -> Reader:
         """What reads one answer."""
@@ -48,6 +49,7 @@ class Question:
             spec=self.spec,
             ignore_eos=self.ignore_eos,
             continues_text=self.continues_text,
+            reasoning_block=self.reasoning_block,
             progress=progress,
         )
 
@@ -73,6 +75,7 @@ class ChatPrompt:
     text: str = field(repr=False)
     tokens: tuple[int, ...] = field(repr=False)
     parser: Callable[[], AnswerParser]
+    reasoning_block: ReasoningBlock | None
 
 
 def chat_prompt(
@@ -91,4 +94,9 @@ def chat_prompt(
     text = engine.render_chat(messages, tools=tools, reasoning=reasoning) + begun
     parser = partial(engine.answer_parser, text, tools=tools)
     parser()  # refuses tools
-    return ChatPrompt(text=text, tokens=tuple(engine.tokenize(text, add_special=False)), parser=parser)
+    return ChatPrompt(
+        text=text,
+        tokens=tuple(engine.tokenize(text, add_special=False)),
+        parser=parser,
+        reasoning_block=engine.reasoning_block(text),
+    )

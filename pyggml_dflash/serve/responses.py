@@ -87,6 +87,7 @@ def ask(service: Service, body: ResponsesRequest) -> Question:
         max_tokens=max_tokens,
         sampling=with_given(options.sampling, {"temperature": body.temperature, "top_p": body.top_p}),
         parser=prompt.parser,
+        reasoning_block=prompt.reasoning_block,
         one_call=tools.one_call,
     )
 
@@ -218,7 +219,7 @@ class ResponseWriter:
             input_tokens=n_prompt,
             input_tokens_details=CachedDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=ReasoningDetails(reasoning_tokens=ending.reasoning_tokens),
+            output_tokens_details=ReasoningDetails(reasoning_tokens=usage.reasoning_tokens),
             total_tokens=n_prompt + usage.completion_tokens,
         )
 

@@ -70,7 +70,7 @@ def test_an_answer_is_taken_apart(thinker: OpenAI) -> None:
     assert json.loads(called.function.arguments) == {"city": "Köln", "days": 5}
     assert called.id.startswith("call_")
     n_reasoning = answer.usage.completion_tokens_details.reasoning_tokens
-    assert 8 <= n_reasoning <= 16 < answer.usage.completion_tokens  # tokens have three bytes or so
+    assert 5 <= n_reasoning <= 8 < answer.usage.completion_tokens  # of 18 bytes; most tokens have three
 
 
 def streamed(client: OpenAI, **fields: Any) -> tuple[dict[str, Any], Any]:

@@ -203,6 +203,11 @@ class AsyncTextStream(AsyncIterator[TextPiece]):
         self._handle.cancel()
 
 
+def _as_tuple(values: Any) -> Any:
+    """A sequence as a tuple; anything else as it is, for the options to refuse."""
+    return tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else values
+
+
 def _path(file: object, name: str) -> Path | None:
     return None if file is None else as_path(name, file)
 
@@ -323,9 +328,9 @@ class Engine:
             allow_batch_variance=allow_batch_variance,
             chunk=chunk,
             device=device,
-            devices=(devices,) if isinstance(devices, str) else tuple(devices),
+            devices=(devices,) if isinstance(devices, str) else _as_tuple(devices),
             split=split,
-            tensor_split=tuple(tensor_split),
+            tensor_split=_as_tuple(tensor_split),
             expert_device=expert_device,
             link_type=link_type,
             kv_overflow_device=kv_overflow_device,

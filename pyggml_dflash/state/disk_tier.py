@@ -222,7 +222,8 @@ class DiskTier(Generic[T]):
         changed_ns = self.folder.stat().st_mtime_ns
         if changed_ns == self._seen_ns and not force:
             return
-        present = {entry.name: entry for entry in os.scandir(self.folder) if entry.name.endswith(ENDING)}
+        # a pipe or the like would be waited for without an end
+        present = {e.name for e in os.scandir(self.folder) if e.name.endswith(ENDING) and e.is_file()}
         for name in [name for name in self._files if name not in present]:
             self._forget(self._files[name])
         for name in present:
@@ -310,6 +311,8 @@ def _used_ns(file: _File) -> int:
 def _remove_unfinished(folder: Path) -> None:
     """Delete files that nobody writes any more: a lock ends with the process that held it."""
     for path in folder.glob(f"{UNFINISHED}*"):
+        if not path.is_file():
+            continue
         try:
             with path.open("rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from pyggml_dflash import Engine
+from pyggml_dflash import Engine, UsageError
 from pyggml_dflash.api import route_stats
 from pyggml_dflash.options import EngineOptions
 from tests.drafts.drafted import draft_file
@@ -166,3 +166,9 @@ def test_an_mtp_block_drafts_for_experts_that_are_elsewhere(
     assert result.tokens == plain
     assert result.speculation is not None
     assert result.speculation.drafted > 0
+
+
+@pytest.mark.parametrize("option", ["devices", "tensor_split"])
+def test_what_is_no_sequence_of_devices_is_refused(option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option} is 5; it must be a tuple"):
+        Engine.open(**{option: 5})  # type: ignore[arg-type]

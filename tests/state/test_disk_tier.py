@@ -415,3 +415,16 @@ def seed_in(path: Path) -> int:
     data = path.read_bytes()
     (seed,) = struct.unpack_from("<i", data, header_of(data)[1])
     return int(seed)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, when: str) -> None:
+    tier = tier_in(tmp_path)
+    tier.save(state(1))
+    os.mkfifo(tmp_path / name_of(2))
+    os.mkfifo(tmp_path / ".dfsnap-unfinished")
+    if when == "before":
+        tier = tier_in(tmp_path)
+    assert loaded(tier, state(1)) is not None
+    assert loaded(tier, state(2)) is None

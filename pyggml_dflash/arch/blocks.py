@@ -72,7 +72,9 @@ class KVView:
     v: Tensor
     head_dim: int
     n_head_kv: int
-    _turned: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _turned: dict[tuple[GraphBuilder, int, int], Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, state: State, layer: int, config: ModelConfig) -> KVView:
@@ -106,7 +108,7 @@ class KVView:
 
     def turned_values(self, g: GraphBuilder, step: Step) -> Tensor:
         """[n_kv, head_dim, head_kv], a copy; rows of one slot that attend on their own share it."""
-        span = step.key.slot, step.key.n_kv
+        span = g, step.key.slot, step.key.n_kv
         if span not in self._turned:
             self._turned[span] = g.cont(g.transpose(self.values(g, step)))
         return self._turned[span]

@@ -47,6 +47,13 @@ MIB: Final = 2**20
     help="Most tokens of an answer whose request does not say.  [default: up to the end of the context]",
 )
 @click.option(
+    "--reasoning-budget",
+    type=WholeNumber(),
+    default=-1,
+    show_default=True,
+    help="Most tokens of reasoning where a request does not say; 0: none, -1: any number.",
+)
+@click.option(
     "--cors-origin",
     "cors_origins",
     type=Text(),
@@ -86,6 +93,7 @@ def serve(
     queue_limit: int,
     model_names: tuple[str, ...],
     default_max_tokens: int | None,
+    reasoning_budget: int,
     cors_origins: tuple[str, ...],
     allowed_hosts: tuple[str, ...],
     max_body_mib: int,
@@ -114,6 +122,7 @@ def serve(
         queue_limit=queue_limit,
         model_names=model_names,
         default_max_tokens=default_max_tokens,
+        reasoning_budget=reasoning_budget,
         cors_origins=cors_origins,
         allowed_hosts=allowed_hosts,
         max_body_bytes=max_body_mib * MIB,

@@ -25,6 +25,7 @@ from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.bodies import json_bytes
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.fields import check_count, stop_texts
+from pyggml_dflash.serve.forms import form_of, held_to
 from pyggml_dflash.serve.openai_bodies import (
     AnswerFields,
     CallBody,
@@ -94,7 +95,14 @@ def ask(service: Service, body: ChatRequest) -> Question:
         raise UsageError("max_tokens and max_completion_tokens differ; give one")
     offered = offer(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     messages = [message.for_template() for message in body.messages]
-    prompt = chat_prompt(engine, messages, tools=offered.tools, reasoning=reasoning(body))
+    thinks = reasoning(body)
+    prompt = chat_prompt(
+        engine,
+        messages,
+        tools=offered.tools,
+        reasoning=thinks,
+        budget=options.budget(body.reasoning_budget, reasoning=thinks),
+    )
     return Question(
         tokens=prompt.tokens,
         max_tokens=options.default_max_tokens if max_tokens is None else max_tokens,
@@ -106,6 +114,9 @@ def ask(service: Service, body: ChatRequest) -> Question:
         parser=prompt.parser,
         reasoning_block=prompt.reasoning_block,
         one_call=offered.one_call,
+        constraint=held_to(engine, offered, response_format=form_of(body.response_format), **body.forms()),
+        cache_prompt=body.cache_prompt is not False,
+        keep_head=bool(offered.tools),
     )
 
 

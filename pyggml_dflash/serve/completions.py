@@ -15,6 +15,7 @@ from pyggml_dflash.serve.bodies import json_bytes
 from pyggml_dflash.serve.chat import DONE, wants_usage
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.fields import check_count, stop_texts
+from pyggml_dflash.serve.forms import held_to
 from pyggml_dflash.serve.openai_bodies import (
     Completion,
     CompletionChoice,
@@ -29,6 +30,7 @@ from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.questions import Question, check_choices
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
+from pyggml_dflash.serve.tool_fields import Offer
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -57,6 +59,7 @@ def ask(service: Service, body: CompletionRequest) -> list[Question]:
     prompts = prompts_of(body)
     check_count(prompts, options.max_messages, "prompt")
     check_choices((body.n or 1) * len(prompts), options.max_choices)
+    constraint = held_to(engine, Offer(tools=None), **body.forms())
     questions: list[Question] = []
     for prompt in prompts:
         tokens = engine.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -69,6 +72,8 @@ def ask(service: Service, body: CompletionRequest) -> list[Question]:
             spec=body.spec,
             ignore_eos=bool(body.ignore_eos),
             continues_text=True,
+            constraint=constraint,
+            cache_prompt=body.cache_prompt is not False,
         )
         questions += question.times(body.n or 1)
     return questions

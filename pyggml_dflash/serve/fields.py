@@ -19,6 +19,10 @@ Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
+ReasoningBudget = Annotated[
+    int,
+    Field(ge=-1, le=MAX_COUNT, description="Tokens of reasoning after which it is closed; -1: any number."),
+]
 TokenId = Annotated[int, Field(ge=0)]
 BiasKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 

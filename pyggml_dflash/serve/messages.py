@@ -15,6 +15,7 @@ from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, Bl
 from pyggml_dflash.serve.bodies import json_bytes, json_response
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.fields import check_count, with_given
+from pyggml_dflash.serve.forms import form_of, held_to
 from pyggml_dflash.serve.messages_bodies import (
     CountRequest,
     MessageBody,
@@ -64,6 +65,7 @@ def ask(service: Service, body: MessagesRequest) -> Question:
     service.desk.check_room(1)
     tools = offered(body)
     prompt = prompt_of(service, body, tools)
+    form = form_of(None if body.output_config is None else body.output_config.format)
     given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     return Question(
         tokens=prompt.tokens,
@@ -73,6 +75,9 @@ def ask(service: Service, body: MessagesRequest) -> Question:
         parser=prompt.parser,
         reasoning_block=prompt.reasoning_block,
         one_call=tools.one_call,
+        constraint=held_to(service.engine, tools, **{"output_config.format": form}),
+        cache_prompt=body.cache_prompt is not False,
+        keep_head=bool(tools.tools),
     )
 
 
@@ -86,12 +91,16 @@ def prompt_of(service: Service, body: CountRequest, tools: Offer) -> ChatPrompt:
     """The conversation as the model reads it."""
     service.check_model(body.model)
     check_count(body.messages, service.options.max_messages)
-    engine = service.engine
+    engine, options = service.engine, service.options
+    thinks = reasoning(body, can_think=engine.info.reasoning_supported)
     return chat_prompt(
         engine,
         turns_of(body),
         tools=tools.tools,
-        reasoning=reasoning(body, can_think=engine.info.reasoning_supported),
+        reasoning=thinks,
+        budget=options.budget(
+            None if body.thinking is None else body.thinking.budget_tokens, reasoning=thinks
+        ),
         begun=beginning(body),
     )
 

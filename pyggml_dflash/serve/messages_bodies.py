@@ -8,6 +8,7 @@ from pydantic import Field
 
 from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported, by_type, tag
 from pyggml_dflash.serve.fields import Count, StopText, Temperature, TopK, TopP
+from pyggml_dflash.serve.forms import MessagesSchemaFormat
 from pyggml_dflash.serve.tool_fields import MessagesTool, MessagesToolChoice
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -71,8 +72,15 @@ class Thinking(RequestBody):
     """Whether the model thinks first; 'adaptive' leaves it to the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = Field(None, description="Accepted; thinking ends where the model ends it.")
+    budget_tokens: Count | None = Field(None, description="Tokens after which thinking is closed.")
     display: Literal["summarized"] | None = Field(None, description="Thinking is shown as it is.")
+
+
+class OutputConfig(RequestBody):
+    """The form of the answer."""
+
+    format: MessagesSchemaFormat | None = None
+    effort: Ignored = None
 
 
 class CountRequest(RequestBody):
@@ -85,7 +93,7 @@ class CountRequest(RequestBody):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     cache_control: Ignored = None
-    output_config: Unsupported = None
+    output_config: OutputConfig | None = None
     speed: Ignored = None
     context_management: Unsupported = None
     mcp_servers: Unsupported = None
@@ -100,6 +108,9 @@ class MessagesRequest(CountRequest):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    cache_prompt: bool | None = Field(
+        None, description="false: no stored state is continued, none is stored."
+    )
     metadata: Ignored = None
     service_tier: Ignored = None
     inference_geo: Ignored = None

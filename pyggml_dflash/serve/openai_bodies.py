@@ -8,7 +8,15 @@ from pydantic import Field
 
 from pyggml_dflash.requests import GenerationResult
 from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported
-from pyggml_dflash.serve.fields import ChatMessage, Count, SamplingFields, StreamOptions, TokenId
+from pyggml_dflash.serve.fields import (
+    ChatMessage,
+    Count,
+    ReasoningBudget,
+    SamplingFields,
+    StreamOptions,
+    TokenId,
+)
+from pyggml_dflash.serve.forms import FormFields, ResponseFormat
 from pyggml_dflash.serve.parts import Ending, EndReason
 from pyggml_dflash.serve.tool_fields import ChatTool, ChatToolChoice, Choice
 
@@ -23,19 +31,16 @@ class TemplateSwitches(RequestBody):
     thinking: bool | None = None
 
 
-class TextFormat(RequestBody):
-    """An answer without a form of its own."""
-
-    type: Literal["text"]
-
-
-class AnswerFields(SamplingFields):
+class AnswerFields(SamplingFields, FormFields):
     """What chat and text completions have in common."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; absent: the model there is.")
     n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Answers to the same prompt.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_prompt: bool | None = Field(
+        None, description="false: no stored state is continued, none is stored."
+    )
     user: Ignored = None
     metadata: Ignored = None
 
@@ -52,7 +57,8 @@ class ChatRequest(AnswerFields):
         None, description="'none': no thinking; every other level: thinking, and levels are not told apart."
     )
     chat_template_kwargs: TemplateSwitches | None = None
-    response_format: TextFormat | None = None
+    reasoning_budget: ReasoningBudget | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     store: Ignored = None
     service_tier: Ignored = None

@@ -14,7 +14,7 @@ from typing import Any
 from pyggml_dflash.api import AnswerParser, AsyncTextStream, Engine
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import MAX_SEED, SamplingOptions, Spec
-from pyggml_dflash.requests import ProgressCallback, ReasoningBlock
+from pyggml_dflash.requests import Constraint, ProgressCallback, ReasoningBlock
 from pyggml_dflash.serve.parts import Reader
 
 
@@ -33,6 +33,9 @@ class Question:
     parser: Callable[[], AnswerParser] | None = None  # takes an answer apart; None: all of it is content
     one_call: bool = False  # the answer ends with its first call of a tool
     reasoning_block: ReasoningBlock | None = None  # what an answer may begin with
+    constraint: Constraint | None = None  # what it must be, behind its reasoning
+    cache_prompt: bool = True
+    keep_head: bool = False  # many conversations begin with the same first turn
 
     def reader(self) -> Reader:
         """What reads one answer."""
@@ -50,6 +53,9 @@ class Question:
             ignore_eos=self.ignore_eos,
             continues_text=self.continues_text,
             reasoning_block=self.reasoning_block,
+            constraint=self.constraint,
+            cache_prompt=self.cache_prompt,
+            keep_head=self.keep_head,
             progress=progress,
         )
 
@@ -84,19 +90,20 @@ def chat_prompt(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     reasoning: bool | None = None,
+    budget: int = -1,
     begun: str = "",
 ) -> ChatPrompt:
     """The prompt of a conversation, by the model's template. Takes a while: not for the event loop.
 
-    `begun` is the beginning of the answer, which the model continues. Raises `UsageError` for tools and
-    messages that cannot be used.
+    `budget`: tokens of reasoning; 0 switches it off, -1 allows any number. `begun` is the beginning of the
+    answer, which the model continues. Raises `UsageError` for tools and messages that cannot be used.
     """
-    text = engine.render_chat(messages, tools=tools, reasoning=reasoning) + begun
+    text = engine.render_chat(messages, tools=tools, reasoning=reasoning, reasoning_budget=budget) + begun
     parser = partial(engine.answer_parser, text, tools=tools)
     parser()  # refuses tools
     return ChatPrompt(
         text=text,
         tokens=tuple(engine.tokenize(text, add_special=False)),
         parser=parser,
-        reasoning_block=engine.reasoning_block(text),
+        reasoning_block=engine.reasoning_block(text, budget),
     )

@@ -14,6 +14,7 @@ from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, Bl
 from pyggml_dflash.serve.bodies import json_bytes
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.fields import check_count, with_given
+from pyggml_dflash.serve.forms import form_of, held_to
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.questions import Question, chat_prompt
@@ -77,9 +78,14 @@ def ask(service: Service, body: ResponsesRequest) -> Question:
     turns = turns_of(body)
     check_count(turns, options.max_messages, "input")
     effort = None if body.reasoning is None else body.reasoning.effort
-    tools = offered(body)
+    thinks = None if effort is None else effort != "none"
+    tools, engine = offered(body), service.engine
     prompt = chat_prompt(
-        service.engine, turns, tools=tools.tools, reasoning=None if effort is None else effort != "none"
+        engine,
+        turns,
+        tools=tools.tools,
+        reasoning=thinks,
+        budget=options.budget(body.reasoning_budget, reasoning=thinks),
     )
     max_tokens = options.default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
     return Question(
@@ -89,6 +95,11 @@ def ask(service: Service, body: ResponsesRequest) -> Question:
         parser=prompt.parser,
         reasoning_block=prompt.reasoning_block,
         one_call=tools.one_call,
+        constraint=held_to(
+            engine, tools, **{"text.format": form_of(None if body.text is None else body.text.format)}
+        ),
+        cache_prompt=body.cache_prompt is not False,
+        keep_head=bool(tools.tools),
     )
 
 
@@ -186,6 +197,7 @@ class ResponseWriter:
     ) -> ResponseObject:
         body, sampling = self._body, self._question.sampling
         cut = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
+        form = None if body.text is None else body.text.format
         choice = "auto" if body.tool_choice is None else body.tool_choice
         effort = None if body.reasoning is None else body.reasoning.effort
         return ResponseObject(
@@ -205,7 +217,7 @@ class ResponseWriter:
             reasoning={"effort": effort, "summary": None},
             store=False,
             temperature=sampling.temperature,
-            text={"format": {"type": "text"}},
+            text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[tool.model_dump() for tool in body.tools or ()],
             top_p=sampling.top_p,

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported, by_type, tag
-from pyggml_dflash.serve.fields import Count, StreamOptions, Temperature, TopP
-from pyggml_dflash.serve.openai_bodies import Effort, TextFormat
+from pyggml_dflash.serve.fields import Count, ReasoningBudget, StreamOptions, Temperature, TopP
+from pyggml_dflash.serve.forms import ResponsesFormat
+from pyggml_dflash.serve.openai_bodies import Effort
 from pyggml_dflash.serve.tool_fields import Choice, ResponsesTool, ResponsesToolChoice
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -107,7 +108,7 @@ class Reasoning(RequestBody):
 class TextOptions(RequestBody):
     """The form of the answer's text."""
 
-    format: TextFormat | None = None
+    format: ResponsesFormat | None = None
     verbosity: Unsupported = None
 
 
@@ -124,6 +125,10 @@ class ResponsesRequest(RequestBody):
     tool_choice: Choice | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     reasoning: Reasoning | None = None
+    reasoning_budget: ReasoningBudget | None = None
+    cache_prompt: bool | None = Field(
+        None, description="false: no stored state is continued, none is stored."
+    )
     text: TextOptions | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

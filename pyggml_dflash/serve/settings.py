@@ -27,6 +27,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()  # names that requests may come under; empty: see `host_names`
     model_names: tuple[str, ...] = ()  # of the model, for clients; empty: its own
     default_max_tokens: int | None = None  # None: up to the end of the context
+    reasoning_budget: int = -1  # tokens of reasoning where a request does not say; -1: any number
     sampling: SamplingOptions = field(default_factory=SamplingOptions)  # where a request leaves it open
     show_paths: bool = False  # whole paths of files in reports, not only their names
     keep_alive_s: float = 15.0  # a stream says something at least this often
@@ -44,9 +45,16 @@ class ServeOptions:
         for name in ("cors_origins", "allowed_hosts", "model_names"):
             _check_texts(name, getattr(self, name))
         GenerationRequest(tokens=(0,), max_tokens=self.default_max_tokens, sampling=self.sampling)
+        check_int("reasoning_budget", self.reasoning_budget, -1)
         check_flag("show_paths", self.show_paths)
         check_number("keep_alive_s", self.keep_alive_s, 0, 3600, above=True)
         check_number("grace_s", self.grace_s, 0, 3600)
+
+    def budget(self, asked: int | None, *, reasoning: bool | None) -> int:
+        """Tokens of reasoning for a request that asks for so many, or for reasoning; -1: any number."""
+        if asked is not None:
+            return asked
+        return -1 if reasoning and self.reasoning_budget == 0 else self.reasoning_budget
 
     @property
     def is_local(self) -> bool:

@@ -102,6 +102,8 @@ class Offer:
 
     tools: list[dict[str, Any]] | None  # None: nothing
     one_call: bool = False  # the answer ends with its first call
+    must_call: bool = False  # the answer is calls
+    name: str | None = None  # of the tool that must be called; None: any
 
 
 def offer(
@@ -111,15 +113,32 @@ def offer(
     parallel: bool | None,
 ) -> Offer:
     """What a request's fields mean together; 'none' hides the tools from the model."""
+    kind, name = _choice(choice)
+    if not tools and kind == "required":
+        raise UsageError("tool_choice demands a call, but there are no tools")
+    if kind == "none" or not tools:
+        return Offer(tools=None)
+    return Offer(
+        tools=[tool.for_engine() for tool in tools],
+        one_call=parallel is False or name is not None,
+        must_call=kind == "required",
+        name=name,
+    )
+
+
+def _choice(
+    choice: Choice | ChatToolChoice | ResponsesToolChoice | MessagesToolChoice | None,
+) -> tuple[Choice, str | None]:
+    """Whether a call may come or must, and of which tool."""
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        return choice, None
     if isinstance(choice, MessagesToolChoice):
         if (choice.type == "tool") != (choice.name is not None):
             raise UsageError(f"tool_choice has type {choice.type!r} and name {choice.name!r}")
-        choice = choice.choice
-    if choice not in (None, "auto", "none"):
-        raise UsageError("tool_choice demands a call; this server takes 'auto' and 'none'")
-    if choice == "none" or not tools:
-        return Offer(tools=None)
-    return Offer(tools=[tool.for_engine() for tool in tools], one_call=parallel is False)
+        return choice.choice, choice.name
+    return "required", choice.function.name if isinstance(choice, ChatToolChoice) else choice.name
 
 
 def _function(fields: dict[str, Any]) -> dict[str, Any]:

@@ -187,8 +187,14 @@ class AsyncTextStream(AsyncIterator[TextPiece]):
 
     @property
     def state(self) -> RequestState:
-        """Where the request stands."""
+        """Where the request stands: in the queue and where, at its prompt, answering, or over."""
         return self._handle.state
+
+    @property
+    def request_id(self) -> int:
+        """The number of the request in this engine, counted from 1."""
+        assert self._handle.id is not None
+        return self._handle.id
 
     @property
     def result(self) -> GenerationResult:

@@ -6,10 +6,23 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
+from pydantic import Field
 
-from pyggml_dflash.serve.bodies import ResponseBody, json_response
+from pyggml_dflash.serve.bodies import RequestBody, ResponseBody, json_response
 from pyggml_dflash.serve.documents import responses
 from pyggml_dflash.serve.service import Service
+
+
+class ParkRequest(RequestBody):
+    """POST /admin/park."""
+
+    cancel: bool = Field(False, description="End answers that run; else they come to their own end first.")
+
+
+class Parked(ResponseBody):
+    """Whether the model's memory was given back."""
+
+    parked: bool
 
 
 class Trimmed(ResponseBody):
@@ -26,5 +39,17 @@ def admin_routes(service: Service) -> APIRouter:
     async def trim() -> Response:
         """Give cached blocks of scratch pools back to the driver, once the engine comes to it."""
         return json_response(Trimmed(released_bytes=await service.trim()))
+
+    @router.post("/park", responses=responses(Parked, 400, 401, 403, 413, 500, 503))
+    async def park(body: ParkRequest | None = None) -> Response:
+        """Give the model's memory back; until it is unparked, requests are refused with 503."""
+        await service.park(cancel=body is not None and body.cancel)
+        return json_response(Parked(parked=service.engine.parked))
+
+    @router.post("/unpark", responses=responses(Parked, 401, 403, 413, 500, 503))
+    async def unpark() -> Response:
+        """Load the model again, with the context it had."""
+        await service.unpark()
+        return json_response(Parked(parked=service.engine.parked))
 
     return router

@@ -57,6 +57,7 @@ class Answers:
         try:
             for i, question in enumerate(self._questions):
                 stream = await question.submit(engine, _Reporter(self, i, loop))
+                self._tickets[i].stream = stream
                 self._pumps.append(asyncio.create_task(self._pump(i, stream, question.reader())))
         except BaseException:
             await self.close()
@@ -133,10 +134,9 @@ class Answers:
         async for piece in stream:
             if reader.is_over:
                 continue
-            now = time.monotonic()
-            first = ticket.state != "decode"
-            self._service.metrics.on_piece(now - last_s, len(piece.tokens), first=first)
-            ticket.on_tokens(len(piece.tokens))
+            now, n_tokens = time.monotonic(), len(piece.tokens)
+            self._service.metrics.on_piece(now - last_s, n_tokens, first=not ticket.n_generated)
+            ticket.n_generated += n_tokens
             last_s = now
             for part in reader.push(piece):
                 yield part

@@ -1,20 +1,19 @@
 """Who is served and who waits: every answer in progress, and how many there may be. Layer 8.
 
-Used on the event loop only. What the engine reports decides the states, so the desk knows no policy of it:
-an answer waits until its prefill begins.
+Used on the event loop only. States are those that the engine tells, so the desk knows no policy of it.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
+from pyggml_dflash.api import AsyncTextStream
 from pyggml_dflash.requests import GenerationResult, Progress
-from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.problems import queue_full
 
 State = Literal["queued", "prefill", "decode"]
-RETRY_AFTER_S: Final = 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,10 +24,25 @@ class Ticket:
     request_id: str
     n_prompt: int
     started_s: float = field(default_factory=time.monotonic)
-    state: State = "queued"
-    n_prefilled: int = 0
-    n_cached: int = 0
+    stream: AsyncTextStream | None = None  # once it is queued
+    n_cached: int | None = None  # prompt tokens that need not be read, once that is known
     n_generated: int = 0
+
+    @property
+    def state(self) -> State:
+        """What the engine does for it."""
+        phase = "queued" if self.stream is None else self.stream.state.phase
+        return "decode" if phase == "done" else phase
+
+    @property
+    def n_prefilled(self) -> int:
+        """Prompt tokens that the engine has, read or stored."""
+        return 0 if self.stream is None else self.stream.state.done
+
+    @property
+    def engine_id(self) -> int | None:
+        """The number that the engine knows it by."""
+        return None if self.stream is None else self.stream.request_id
 
     @property
     def age_s(self) -> float:
@@ -37,15 +51,8 @@ class Ticket:
 
     def on_progress(self, progress: Progress) -> None:
         """The engine reads the prompt; its first report tells what it need not read."""
-        if self.state == "queued":
-            self.state, self.n_cached = "prefill", progress.done
-        self.n_prefilled = progress.done
-
-    def on_tokens(self, n: int) -> None:
-        """The engine made `n` tokens of the answer certain."""
-        self.state = "decode"
-        self.n_prefilled = self.n_prompt
-        self.n_generated += n
+        if self.n_cached is None:
+            self.n_cached = progress.done
 
 
 @dataclass(slots=True)
@@ -88,12 +95,8 @@ class Desk:
         """Refuse `n` more answers if they are too many; those of the only request are not."""
         n_there = len(self._tickets)
         if n_there and n_there + n > self.n_slots + self.queue_limit:
-            raise Problem(
-                429,
-                f"{n_there} answers run or wait, and {self.n_slots + self.queue_limit} may; try again",
-                code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
+            most = self.n_slots + self.queue_limit
+            raise queue_full(f"{n_there} answers run or wait, and {most} may; try again")
 
     def admit(self, request_id: str, n_prompt: int) -> Ticket:
         """A ticket for an answer, after `check_room`."""

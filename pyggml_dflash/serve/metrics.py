@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pyggml_dflash.requests import GenerationResult
+from pyggml_dflash.requests import GenerationResult, SnapshotStats
 
 if TYPE_CHECKING:
     from pyggml_dflash.serve.service import Reading, Service
@@ -117,3 +117,33 @@ class _Now(Collector):
             freed.add_metric([trim.reason], trim.released_bytes)
         yield trims
         yield freed
+        failures = self._reading.stats.step_failures
+        yield CounterMetricFamily("dflash_step_failures", "Steps of a slot that failed.", failures)
+        if self._reading.stats.snapshots is not None:
+            yield from _stored(self._reading.stats.snapshots)
+
+
+def _stored(stats: SnapshotStats) -> Iterator[Metric]:
+    """Gauges and counters of stored states."""
+    yield GaugeMetricFamily("dflash_snapshots", "Stored states in memory.", stats.n_states)
+    yield GaugeMetricFamily("dflash_snapshot_bytes", "Bytes of stored states in memory.", stats.n_bytes)
+    yield GaugeMetricFamily("dflash_snapshot_limit_bytes", "Most bytes of them.", stats.limit_bytes)
+    for name, what, n in (
+        ("captures", "States that were stored.", stats.captured),
+        ("capture_seconds", "Seconds of storing them.", stats.capture_s),
+        ("restores", "Stored states that prompts continued.", stats.restored),
+        ("restore_seconds", "Seconds of restoring them.", stats.restore_s),
+        ("evictions", "Stored states that gave way to others.", stats.evicted),
+    ):
+        yield CounterMetricFamily(f"dflash_{name}", what, n)
+    for name, what, label, counts in (
+        ("capture_failures", "States that could not be stored.", "reason", stats.capture_failures),
+        ("capture_skips", "States that were not worth storing.", "reason", stats.capture_skips),
+        ("invalid_restores", "Stored states that could not be restored.", "reason", stats.unusable),
+        ("prefix_hits", "Prompts that continued a stored state.", "place", stats.hits),
+        ("prefix_misses", "Prompts that continued none.", "reason", stats.misses),
+    ):
+        family = CounterMetricFamily(f"dflash_{name}", what, labels=[label])
+        for value, n in counts.items():
+            family.add_metric([value], n)
+        yield family

@@ -21,13 +21,16 @@ from pyggml_dflash.errors import (
     DeviceMemoryError,
     DflashError,
     EngineClosed,
+    EngineParked,
     ModelFileError,
+    QueueFullError,
     UsageError,
 )
 from pyggml_dflash.serve.bodies import TAG_MARK, json_response
 
 LOG: Final = logging.getLogger(__name__)
 ANTHROPIC_PATHS: Final = "/v1/messages"
+RETRY_AFTER_S: Final = 1
 _NO_NOISE: Final = frozenset({"body", "str", "int", "float", "bool", "function-after", "nullable"})
 
 # HTTP status -> type of OpenAI's error, type of Anthropic's
@@ -125,8 +128,14 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(400, str(error), code="context_length_exceeded", numbers=numbers)
     if isinstance(error, (UsageError, ModelFileError)):  # of a file: its chat template cannot be used
         return Problem(400, str(error), code="invalid_value")
-    if isinstance(error, (EngineClosed, Cancelled)):
+    if isinstance(error, EngineClosed):
         return Problem(503, "the server is stopping", code="stopping")
+    if isinstance(error, Cancelled):
+        return Problem(503, "the answer was stopped, with the server or to park its model", code="stopping")
+    if isinstance(error, EngineParked):
+        return Problem(503, "the model is parked; POST /admin/unpark brings it back", code="parked")
+    if isinstance(error, QueueFullError):
+        return queue_full(str(error))
     if isinstance(error, DeviceMemoryError):
         return Problem(503, str(error), code="out_of_memory", headers={"Retry-After": "5"})
     if isinstance(error, DflashError):
@@ -134,6 +143,11 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(500, str(error), code="engine_failure")
     LOG.error("a request failed", exc_info=error)
     return Problem(500, "the server failed; its log has the reason", code="internal_error")
+
+
+def queue_full(message: str) -> Problem:
+    """Too many answers run or wait."""
+    return Problem(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def problem_of_validation(error: RequestValidationError) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -11,6 +12,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from pyggml_dflash import __version__
+from pyggml_dflash.requests import SlotInfo
 from pyggml_dflash.serve.bodies import ResponseBody, json_response
 from pyggml_dflash.serve.desk import Ticket
 from pyggml_dflash.serve.documents import report_responses, responses
@@ -21,9 +23,9 @@ METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(ResponseBody):
-    """200 when requests are answered, 503 while the model loads."""
+    """200 when requests are answered, 503 while the model loads or is parked."""
 
-    status: Literal["ok", "loading"]
+    status: Literal["ok", "loading", "parked"]
     loaded_part: float = Field(description="Of the weights.")
 
 
@@ -51,6 +53,7 @@ class SlotBody(ResponseBody):
     state: Literal["free", "prefill", "decode"]
     request_id: str | None
     n_ctx: int
+    n_past: int = Field(description="Tokens in its state, as far as is known.")
     n_prompt: int
     n_prefilled: int
     n_cached: int
@@ -82,9 +85,11 @@ def report_routes(service: Service) -> APIRouter:
     @router.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> Response:
         """Whether requests are answered."""
-        if service.is_ready:
-            return json_response(Health(status="ok", loaded_part=1.0))
-        return json_response(Health(status="loading", loaded_part=service.loaded_part), 503)
+        if not service.is_ready:
+            return json_response(Health(status="loading", loaded_part=service.loaded_part), 503)
+        if service.engine.parked:
+            return json_response(Health(status="parked", loaded_part=0.0), 503)
+        return json_response(Health(status="ok", loaded_part=1.0))
 
     @router.get("/v1/models", responses=report_responses(ModelList), tags=["OpenAI"])
     async def models() -> Response:
@@ -107,7 +112,7 @@ def report_routes(service: Service) -> APIRouter:
     @router.get("/slots", responses=report_responses(SlotsBody))
     async def slots() -> Response:
         """What runs and what waits."""
-        return json_response(slots_body(service))
+        return json_response(slots_body(service, await service.read()))
 
     @router.get("/metrics", responses=metrics_responses())
     async def metrics() -> Response:
@@ -135,31 +140,45 @@ def model_body(service: Service, name: str) -> ModelBody:
     )
 
 
-def slots_body(service: Service) -> SlotsBody:
-    """Answers that run, on as many slots as there are, and those that wait."""
+def slots_body(service: Service, reading: Reading) -> SlotsBody:
+    """Slots with the answers that run in them, and answers that wait."""
     desk, info = service.desk, service.engine.info
-    running = desk.running
-    free: list[Ticket | None] = [None] * max(0, desk.n_slots - len(running))
-    slots = [_slot(i, ticket, info.n_ctx, info.spec) for i, ticket in enumerate([*running, *free])]
+    slots, tickets = reading.stats.slots, _seated(reading.stats.slots, desk.running)
     waiting = [
         WaitingBody(
             position=i, request_id=ticket.request_id, n_prompt=ticket.n_prompt, waiting_s=ticket.age_s
         )
         for i, ticket in enumerate(desk.waiting, 1)
     ]
-    return SlotsBody(slots=slots, queue=waiting, queue_limit=desk.queue_limit)
+    return SlotsBody(
+        slots=[_slot(slot, tickets.get(slot.id), info.n_ctx, info.spec) for slot in slots],
+        queue=waiting,
+        queue_limit=desk.queue_limit,
+    )
 
 
-def _slot(index: int, ticket: Ticket | None, n_ctx: int, spec: str) -> SlotBody:
-    busy = ticket is not None and ticket.state != "queued"
+def _seated(slots: Sequence[SlotInfo], running: Sequence[Ticket]) -> dict[int, Ticket]:
+    """Which answer runs in which slot; one that began since the engine told is shown in a free one."""
+    by_request = {slot.request: slot.id for slot in slots if slot.request is not None}
+    seated = {by_request[t.engine_id]: t for t in running if t.engine_id in by_request}
+    known = {ticket.number for ticket in seated.values()}
+    free = [slot.id for slot in slots if slot.phase == "free"]
+    return {**seated, **dict(zip(free, (t for t in running if t.number not in known), strict=False))}
+
+
+def _slot(slot: SlotInfo, ticket: Ticket | None, n_ctx: int, spec: str) -> SlotBody:
+    state = slot.phase if slot.phase != "done" else "free"
+    if ticket is not None and ticket.state != "queued":
+        state = ticket.state
     return SlotBody(
-        id=index,
-        state="free" if ticket is None or ticket.state == "queued" else ticket.state,
-        request_id=ticket.request_id if ticket is not None and busy else None,
+        id=slot.id,
+        state=state,
+        request_id=None if ticket is None else ticket.request_id,
         n_ctx=n_ctx,
+        n_past=slot.n_past,
         n_prompt=0 if ticket is None else ticket.n_prompt,
         n_prefilled=0 if ticket is None else ticket.n_prefilled,
-        n_cached=0 if ticket is None else ticket.n_cached,
+        n_cached=0 if ticket is None else ticket.n_cached or 0,
         n_generated=0 if ticket is None else ticket.n_generated,
         spec=spec,
     )
@@ -201,7 +220,12 @@ def properties(service: Service, reading: Reading) -> dict[str, Any]:
         "memory": reading.memory,
         "memory_taken_s": reading.taken_s,
         "memory_plan": engine.fit_report(),
-        "prefix_cache": {"lifetime_hits": totals.cache_hits, "cached_tokens": totals.cached_tokens},
+        "prefix_cache": {
+            "lifetime_hits": totals.cache_hits,
+            "cached_tokens": totals.cached_tokens,
+            "stored": reading.stats.snapshots,
+        },
+        "parked": engine.parked,
         "speculative_mode": info.spec,
         "speculative": {
             "reason": info.spec_reason,
@@ -256,7 +280,7 @@ def plain(value: Any, *, whole_paths: bool) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
         return {name: plain(getattr(value, name), whole_paths=whole_paths) for name in fields}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): plain(item, whole_paths=whole_paths) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, whole_paths=whole_paths) for item in value]

@@ -44,6 +44,7 @@ class Service:
         self._reading: Reading | None = None
         self._refresh: asyncio.Task[None] | None = None
         self._trim: asyncio.Task[int] | None = None
+        self._parking = asyncio.Lock()
 
     @property
     def engine(self) -> Engine:
@@ -102,6 +103,16 @@ class Service:
         if self._trim is None or self._trim.done():
             self._trim = asyncio.create_task(off_loop(self.engine.trim))
         return await asyncio.shield(self._trim)
+
+    async def park(self, *, cancel: bool) -> None:
+        """Give the model's memory back, once answers that run have ended or at once."""
+        async with self._parking:
+            await off_loop(lambda: self.engine.park(cancel=cancel))
+
+    async def unpark(self) -> None:
+        """Load the model again; raises what that raised, and it stays parked."""
+        async with self._parking:
+            await off_loop(self.engine.unpark)
 
     async def _read(self, engine: Engine) -> None:
         with contextlib.suppress(EngineClosed):

@@ -26,7 +26,9 @@ ENGINE = ("--max-ctx", "512", "--threads", "1", "--device", "CPU", "--spec", "of
 
 
 @contextmanager
-def serving(*args: str, env: Mapping[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    *args: str, env: Mapping[str, str] | None = None, slots: int = 1
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process once it serves, and its address."""
     process = subprocess.Popen(
         [*COMMAND, "serve", str(PICO), *ENGINE, *args],
@@ -38,7 +40,7 @@ def serving(*args: str, env: Mapping[str, str] | None = None) -> Iterator[tuple[
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
-        match = re.fullmatch(r"dflash: serving pico at (http://\S+) \(512 tokens x 1\)\n", line)
+        match = re.fullmatch(rf"dflash: serving pico at (http://\S+) \(512 tokens x {slots}\)\n", line)
         assert match, line
         yield process, match[1]
     finally:

@@ -54,6 +54,7 @@ def try_out(server: Live, n: int) -> Counter[int]:
         statuses += try_mode(operation, GenerationMode.POSITIVE, n)
         if operation.body:  # where there is none, no request is wrong
             statuses += try_mode(operation, GenerationMode.NEGATIVE, n)
+    assert not server.engine.parked  # it was parked, and then unparked
     return statuses
 
 

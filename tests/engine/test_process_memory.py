@@ -45,4 +45,5 @@ def test_a_prompt_takes_what_was_planned_of_the_system(
     done = program(PEAK, model, flash_attn, N_CTX)
     assert done.returncode == 0, done.stderr
     planned, grew = map(int, done.stdout.split())
-    assert 0.85 * planned <= grew <= 1.15 * planned + 4096  # KiB; a heap has some air
+    air = 4096  # KiB that a heap has unused, or had before
+    assert 0.85 * planned - air <= grew <= 1.15 * planned + air

@@ -64,7 +64,7 @@ class Clock:
 
 def clock_graphs(core: EngineCore, clock: Clock) -> None:
     """Clock the native calls of every decode graph that the core keeps."""
-    graphs: list[StepGraph] = [graph for graph, _ in core._forwards._cache._kept.values()]
+    graphs: list[StepGraph] = list(core._forwards._cache._kept.values())
     assert graphs, "no decode graph is kept; decode a token first"
     for graph in graphs:
         graph._compute = clock.wrap(graph._compute)

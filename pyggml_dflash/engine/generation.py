@@ -109,24 +109,21 @@ class Generation:
 
     def take(self, token: int, logits: Logits) -> bool:
         """Make `token` part of the answer; True if it ends here. Never raises: `finish` tells of an error."""
-        try:
-            return self._take(token, logits)
-        except BaseException as error:
-            self._error = error
-            return True
-
-    def _take(self, token: int, logits: Logits) -> bool:
         if token in self._stop_ids:
             self._reason = "stop"
             return True
-        self._tokens.append(token)
-        n_top = self._request.logprobs
-        logprob = None if n_top is None else logprobs_of(logits, token, n_top)
-        if logprob is not None:
-            self._logprobs.append(logprob)
-        piece = self._output.push(token, logprob)
-        if piece is not None:
-            self._caller.emit(piece)
+        try:
+            self._tokens.append(token)
+            n_top = self._request.logprobs
+            logprob = None if n_top is None else logprobs_of(logits, token, n_top)
+            if logprob is not None:
+                self._logprobs.append(logprob)
+            piece = self._output.push(token, logprob)
+            if piece is not None:
+                self._caller.emit(piece)
+        except BaseException as error:
+            self._error = error
+            return True
         if self._output.stopped is not None or len(self._tokens) == self._sampler.finished_at:
             self._reason = "stop"
             return True

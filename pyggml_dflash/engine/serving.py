@@ -95,7 +95,8 @@ class Serving:
         has_news: Callable[[], bool] = _no_news,
         on_end: Callable[[], None] = _nobody,
     ) -> None:
-        """`has_news`: whether a turn should end soon; `on_end` is called before the outcome is handed out."""
+        """`has_news`: whether a turn should end soon, as when something came or was cancelled; it is asked
+        after every step. `on_end` is called before an outcome is handed out."""
         self._loaded, self._core = loaded, loaded.core
         self._has_news, self._on_end = has_news, on_end
         self._scheduler: Scheduler[Waiting] = Scheduler()
@@ -159,9 +160,8 @@ class Serving:
             self._deliver(self._core.step(plan))
 
     def _run_alone(self, id: int) -> None:
-        running, has_news = self._seated[id].running, self._has_news
         try:
-            is_enough = self._core.run_alone(id, running.take, lambda: has_news() or running.cancelled)
+            is_enough = self._core.run_alone(id, self._seated[id].running.take, self._has_news)
         except Exception as error:
             self._fail(id, error)
             return

@@ -68,7 +68,7 @@ def answered(loaded: Loaded, request: GenerationRequest, reader: Reader | None =
     """The answer to one request, alone."""
     reader = Reader() if reader is None else reader
     reader.request = request
-    serving = Serving(loaded)
+    serving = Serving(loaded, lambda: reader.cancelled)
     serving.add(reader)
     while not serving.is_idle:
         serving.turn()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -30,12 +31,15 @@ class Health(ResponseBody):
 
 
 class ModelBody(ResponseBody):
-    """A model by one of its names."""
+    """A model by one of its names, as OpenAI's clients read it and as Anthropic's do."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
     max_model_len: int = Field(description="Context of a slot in tokens.")
 
 
@@ -44,6 +48,9 @@ class ModelList(ResponseBody):
 
     object: Literal["list"]
     data: list[ModelBody]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class SlotBody(ResponseBody):
@@ -94,8 +101,10 @@ def report_routes(service: Service) -> APIRouter:
     @router.get("/v1/models", responses=report_responses(ModelList), tags=["OpenAI"])
     async def models() -> Response:
         """The model, once for each name it was given."""
+        names = service.model_names
+        found = [model_body(service, name) for name in names]
         return json_response(
-            ModelList(object="list", data=[model_body(service, n) for n in service.model_names])
+            ModelList(object="list", data=found, has_more=False, first_id=names[0], last_id=names[-1])
         )
 
     @router.get("/v1/models/{name}", responses=responses(ModelBody, 400, 401, 403, 404, 503), tags=["OpenAI"])
@@ -136,6 +145,9 @@ def model_body(service: Service, name: str) -> ModelBody:
         object="model",
         created=service.created,
         owned_by="pyggml-dflash",
+        type="model",
+        display_name=name,
+        created_at=datetime.fromtimestamp(service.created, timezone.utc).isoformat(),
         max_model_len=service.engine.info.n_ctx,
     )
 

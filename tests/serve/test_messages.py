@@ -72,6 +72,12 @@ def test_an_answer_is_the_engines(client: Anthropic, pico: Engine) -> None:
     assert ask(client, max_tokens=400).stop_reason == "end_turn"
 
 
+def test_the_model_is_listed(client: Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("pico", "model", "pico")
+    assert client.models.retrieve("pico").created_at == model.created_at
+
+
 def test_a_system_text_is_a_system_message(client: Anthropic, pico: Engine) -> None:
     messages = [{"role": "system", "content": "Be kind.\nBe brief."}, *STORY]
     expected = pico.chat(messages, max_tokens=8).text

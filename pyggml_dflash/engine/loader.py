@@ -219,7 +219,15 @@ def _core(built: Built, ledger: Ledger, stack: ExitStack, kept: Reuse | None) ->
     control = None if drafter is None else learn_costs(forwards, drafter, slots.slots[0], blueprint.options)
     rows = granule_of(built.fit.chunk, built.fit.slots)
     with ExitStack() as failing:
-        reuse = open_reuse(blueprint, slots, ledger, limit=built.stored_bytes, rows=rows, kept=kept)
+        reuse = open_reuse(
+            blueprint,
+            slots,
+            ledger,
+            limit=built.stored_bytes,
+            rows=rows,
+            paddings=forwards.batching.paddings,
+            kept=kept,
+        )
         if reuse is not None:
             if reuse is not kept:
                 failing.callback(reuse.close)

@@ -14,6 +14,7 @@ from pyggml_dflash import Engine, GenerationResult, Progress, UsageError, fit_re
 from pyggml_dflash.options import EngineOptions
 from tests.engine.apart import program
 from tests.engine.tiny import LLAMA, QWEN3, QWEN35, opened, prompt
+from tests.reference.stored import model_file
 from tests.tiny import Tiny, tokens, write_tiny
 
 CHUNK = 64
@@ -340,6 +341,25 @@ def test_closing_saves_what_the_folder_lacks(tmp_path: Path) -> None:
     for n_cached in (0, 896):
         with qwen(kv_cache_dir=tmp_path) as engine:
             assert engine.generate(text, **SHORT).usage.cached_tokens == n_cached
+
+
+@pytest.mark.parametrize("element", ["F32", "Q8_0"])
+def test_states_are_continued_by_engines_that_round_alike(element: str, tmp_path: Path) -> None:
+    """Lone rows of F32 weights are padded where there are several slots, and come out otherwise."""
+    path = model_file("qwen35-tiny", element, tmp_path)
+    text = prompt(40)
+    options: dict[str, Any] = {"max_ctx": 256, "chunk": 1}
+    found = []
+    for slots in (1, 4):
+        with opened(
+            path, slots=slots, kv_cache_dir=tmp_path / "states", kv_cache_min_tokens=1, **options
+        ) as engine:
+            result = engine.generate(text, **SHORT)
+            found.append((engine.info.decode_mode, result.usage.cached_tokens))
+        with opened(path, slots=slots, **options, prefix_cache_max_mib=0) as cold:
+            assert same(result, cold.generate(text, **SHORT))
+    rounds_alike = found[1][0] == "batched"
+    assert found == [("single", 0), (found[1][0], 39 if rounds_alike else 0)]
 
 
 def test_a_folder_of_another_model_or_chunk_is_a_miss(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pyggml_dflash.engine.commands import IsCancelled
 from pyggml_dflash.engine.core import EngineCore
-from pyggml_dflash.engine.loop import EngineThread, IsCancelled
+from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.requests import StoredPrefix
 

@@ -13,9 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, TypeVar
 
+from pyggml_dflash.engine.commands import WAKE, Call, Command, IsCancelled, Park, Queued, Unpark, Wake
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.forced import ForcedText, Reading
 from pyggml_dflash.engine.handle import OWN_CALLBACK, RequestHandle, check_process, patient
@@ -26,51 +26,6 @@ from pyggml_dflash.requests import EngineStats, GenerationRequest, Progress, Pro
 
 T = TypeVar("T")
 Loader = Callable[[ProgressCallback, "Loaded | None"], Loaded]  # an engine that was parked, or None
-IsCancelled = Callable[[], bool]
-
-
-@dataclass(slots=True)
-class _Call(Generic[T]):
-    """A function to run on the engine's thread between steps; it asks now and then whether to go on."""
-
-    function: Callable[[EngineCore, IsCancelled], T]
-    when_parked: bool = False  # it needs no model
-    future: Future[T] = field(default_factory=Future)
-    _stop: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def cancelled(self) -> bool:
-        """True once nobody waits for the value."""
-        return self._stop.is_set()
-
-    def cancel(self) -> None:
-        """Ask the function to stop."""
-        self._stop.set()
-
-
-@dataclass(slots=True)
-class _Park:
-    """Give the model's memory back, once nothing runs any more."""
-
-    cancel: bool  # what runs and waits
-    future: Future[None] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class _Unpark:
-    """Load what was parked."""
-
-    progress: ProgressCallback | None
-    future: Future[Loaded] = field(default_factory=Future)
-
-
-class _Wake:
-    """A command that says nothing: somebody cancelled something."""
-
-
-WAKE: Final = _Wake()
-Queued = RequestHandle | ForcedText[Any]
-Command = Queued | _Call[Any] | _Park | _Unpark | _Wake | None  # None: close
 
 
 class EngineThread:
@@ -85,9 +40,9 @@ class EngineThread:
         self._n_slots = 1
         self._n_live = 0  # requests that have a slot or wait for one
         self._n_submitted = 0
-        self._call: _Call[Any] | None = None  # that runs
-        self._changes: deque[_Park | _Unpark] = deque()  # for when nothing runs
-        self._refuses = False  # requests, since it is parked or about to be
+        self._call: Call[Any] | None = None  # that runs
+        self._changes: deque[Park | Unpark] = deque()  # for when nothing runs
+        self._n_parks = 0  # that were asked for and are not carried out: no request may come before them
         self._parked = False
         self._loaded: Loaded | None = None
         self._serving: Serving | None = None
@@ -148,7 +103,7 @@ class EngineThread:
         Its second argument tells whether it should stop, which an interrupt of this wait and `close` ask for.
         Raises `EngineParked` where there is no model, unless it is one to be called `when_parked`.
         """
-        call = _Call(function, when_parked)
+        call = Call(function, when_parked)
         self._enqueue(call)
         try:
             return patient(call.future)
@@ -172,30 +127,30 @@ class EngineThread:
 
     def park(self, *, cancel: bool) -> None:
         """Refuse new requests, end those there are, and give the model's memory back."""
-        command = _Park(cancel)
+        command = Park(cancel)
         self._enqueue(command)
         patient(command.future)
 
     def unpark(self, progress: ProgressCallback | None) -> Loaded:
         """Load the model again; raises what that raised, and it stays parked."""
-        command = _Unpark(progress)
+        command = Unpark(progress)
         self._enqueue(command)
         return patient(command.future)
 
-    def _enqueue(self, command: Queued | _Call[Any] | _Park | _Unpark) -> None:
+    def _enqueue(self, command: Queued | Call[Any] | Park | Unpark) -> None:
         if threading.current_thread() is self._thread:
             raise UsageError(OWN_CALLBACK)
         check_process(self._pid)  # in a child the lock may be held for ever
         with self._lock:  # nothing may be queued behind the command that ends the thread
             self.check_open()
-            if isinstance(command, _Park):
-                self._refuses = True
+            if isinstance(command, Park):
+                self._n_parks += 1
             elif isinstance(command, (RequestHandle, ForcedText)):
                 self._count(command)
             self._commands.put(command)
 
     def _count(self, queued: Queued) -> None:
-        if self._refuses:
+        if self._parked or self._n_parks:
             raise EngineParked
         n_waiting = max(0, self._n_live - self._n_slots)
         is_full = self._queue_limit is not None and self._n_live >= self._n_slots + self._queue_limit
@@ -246,7 +201,19 @@ class EngineThread:
             ready.set_result(loaded)
             self._serve(loader)
         finally:
+            self._refuse_rest()
             self._loaded.core.close()
+
+    def _refuse_rest(self) -> None:
+        """Let nobody wait for a thread that ends, whatever ends it."""
+        with self._lock:
+            self._closing.set()
+        while not self._commands.empty():
+            command = self._commands.get_nowait()
+            if isinstance(command, (RequestHandle, ForcedText)):
+                command.fail(EngineClosed("Engine"))
+            elif isinstance(command, (Call, Park, Unpark)):
+                command.future.set_exception(EngineClosed("Engine"))
 
     def _load(self, loader: Loader, progress: ProgressCallback | None, parked: Loaded | None) -> Loaded:
         def report(event: Progress) -> None:
@@ -287,14 +254,14 @@ class EngineThread:
                 return False
             self._take(serving, command)
 
-    def _take(self, serving: Serving, command: Queued | _Call[Any] | _Park | _Unpark | _Wake) -> None:
-        if isinstance(command, _Call):
+    def _take(self, serving: Serving, command: Queued | Call[Any] | Park | Unpark | Wake) -> None:
+        if isinstance(command, Call):
             self._run_call(self._core, command)
-        elif isinstance(command, (_Park, _Unpark)):
+        elif isinstance(command, (Park, Unpark)):
             self._changes.append(command)
-            if isinstance(command, _Park) and command.cancel:
+            if isinstance(command, Park) and command.cancel:
                 serving.cancel_all()
-        elif isinstance(command, _Wake):
+        elif isinstance(command, Wake):
             return
         elif self._parked:  # it came before requests were refused, but behind what parked the engine
             self._ended()
@@ -307,10 +274,10 @@ class EngineThread:
         assert self._loaded is not None
         return self._loaded.core
 
-    def _change(self, serving: Serving, loader: Loader, change: _Park | _Unpark) -> None:
+    def _change(self, serving: Serving, loader: Loader, change: Park | Unpark) -> None:
         """Park or unpark; nothing runs."""
         try:
-            if isinstance(change, _Park):
+            if isinstance(change, Park):
                 self._park()
                 change.future.set_result(None)
             else:
@@ -321,9 +288,9 @@ class EngineThread:
 
     def _park(self) -> None:
         with self._lock:
-            self._refuses = True
-        if not self._parked:
-            self._parked = True  # whatever comes of it
+            was_parked, self._parked = self._parked, True  # whatever comes of it
+            self._n_parks -= 1
+        if not was_parked:
             self._core.park()
 
     def _unpark(self, serving: Serving, loader: Loader, progress: ProgressCallback | None) -> Loaded:
@@ -332,11 +299,9 @@ class EngineThread:
             self._loaded = self._load(loader, progress, self._loaded)
             serving.use(self._loaded)
             self._parked = False
-        with self._lock:
-            self._refuses = False
         return self._loaded
 
-    def _run_call(self, core: EngineCore, call: _Call[Any]) -> None:
+    def _run_call(self, core: EngineCore, call: Call[Any]) -> None:
         if self._closing.is_set():
             call.future.set_exception(EngineClosed("Engine"))
             return

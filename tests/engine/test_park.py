@@ -11,7 +11,12 @@ import pytest
 
 from pyggml_dflash import Engine, EngineClosed, EngineParked, ModelFileError
 from pyggml_dflash.engine.assembly import DEFAULT_MODEL
+from pyggml_dflash.engine.commands import Park, Unpark
 from pyggml_dflash.engine.fit import Planner
+from pyggml_dflash.engine.handle import RequestHandle
+from pyggml_dflash.engine.loop import EngineThread
+from pyggml_dflash.engine.serving import Serving
+from pyggml_dflash.requests import GenerationRequest
 from tests.engine.tiny import PATIENCE_S, QWEN3, QWEN35, opened, prompt
 
 SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
@@ -228,3 +233,58 @@ def test_a_parked_engine_can_be_closed(tmp_path: Path) -> None:
     engine.close()
     with pytest.raises(EngineClosed):
         engine.unpark()
+
+
+def test_no_request_comes_between_unparking_and_a_park_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Park, unpark, park are queued while the thread is busy; a request right behind unparking is refused."""
+    change, refused = EngineThread._change, []
+
+    def noted(self: EngineThread, serving: Any, loader: Any, command: Any) -> None:
+        change(self, serving, loader, command)
+        if isinstance(command, Unpark):
+            with pytest.raises(EngineParked):
+                self._count(RequestHandle(request, None, None, None, wake=lambda: None))
+            refused.append(self.parked)
+
+    request = GenerationRequest(tokens=(1, 2, 3))
+    monkeypatch.setattr(EngineThread, "_change", noted)
+    with qwen() as engine:
+        thread, busy = engine._thread, threading.Event()
+        holder = threading.Thread(target=thread.call, args=(lambda core, _: busy.wait(PATIENCE_S),))
+        holder.start()
+        commands = [Park(False), Unpark(None), Park(False)]
+        for command in commands:
+            thread._enqueue(command)
+        busy.set()
+        holder.join()
+        commands[-1].future.result(PATIENCE_S)
+        assert refused == [False]
+        assert engine.parked
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that belongs to no request ends the engine; those who wait are told, and those who come."""
+    with qwen(slots=2) as engine:
+        streams = [engine.stream(prompt(5, seed=i), ignore_eos=True) for i in range(2)]
+        next(streams[0])
+
+        def broken(self: Serving) -> bool:
+            for i in range(3):  # behind what the thread has taken
+                late.append(
+                    RequestHandle(GenerationRequest(tokens=(i,)), None, None, None, wake=lambda: None)
+                )
+                engine._thread._commands.put(late[-1])
+            raise RuntimeError("broken on purpose")
+
+        late: list[RequestHandle] = []
+        monkeypatch.setattr(Serving, "_let_go", broken)
+        assert [stream.result.finish_reason for stream in streams] == ["cancelled", "cancelled"]
+        for handle in late:
+            with pytest.raises(EngineClosed):
+                handle.result()
+        assert len(late) == 3
+        with pytest.raises(EngineClosed):
+            engine.generate(prompt(5))
+        with pytest.raises(EngineClosed):
+            engine.stats()

@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,8 @@ from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.fit_report import FitAlternative, FitReport
 from pyggml_dflash.engine.fit_report import fit_report as make_fit_report
 from pyggml_dflash.engine.forced import AllLogits, Scores
-from pyggml_dflash.engine.handle import RequestHandle
-from pyggml_dflash.engine.loader import EngineInfo, Loaded, load, reload
+from pyggml_dflash.engine.loaded import EngineInfo, Loaded
+from pyggml_dflash.engine.loader import load, reload
 from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.engine.report import ModelReport, TensorShare, inspect_model
 from pyggml_dflash.engine.route_stats import route_stats
@@ -78,11 +78,11 @@ from pyggml_dflash.requests import (
     GenerationResult,
     ProgressCallback,
     ReasoningBlock,
-    RequestState,
     TextPiece,
     TokenLogprob,
 )
 from pyggml_dflash.snapshots import Snapshots
+from pyggml_dflash.streams import AsyncTextStream, TextStream
 
 LOG: Final = logging.getLogger(__name__)
 Prompt: TypeAlias = "str | Sequence[int]"
@@ -106,107 +106,6 @@ class Score:
         """exp of the mean negative log-probability."""
         with np.errstate(over="ignore"):  # infinity says it
             return float(np.exp(-self.logprob / max(1, len(self.logprobs))))
-
-
-class TextStream(Iterator[TextPiece]):
-    """An answer while it is generated: iterate over pieces, then read `result`.
-
-    Leaving the loop early, or the `with` block, cancels the request; what was generated until then is
-    in `result`.
-    """
-
-    def __init__(self, handle: RequestHandle, engine: Engine) -> None:
-        self._handle = handle
-        self._engine = engine  # kept open as long as somebody reads
-
-    def __iter__(self) -> TextStream:
-        return self
-
-    def __next__(self) -> TextPiece:
-        piece = self._handle.next_piece()
-        if piece is None:
-            raise StopIteration
-        return piece
-
-    @property
-    def state(self) -> RequestState:
-        """Where the request stands: in the queue and where, at its prompt, answering, or over."""
-        return self._handle.state
-
-    @property
-    def request_id(self) -> int:
-        """The number of the request in this engine, counted from 1."""
-        assert self._handle.id is not None
-        return self._handle.id
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole answer; waits for its end. Raises what the request raised."""
-        return self._handle.result()
-
-    def cancel(self) -> None:
-        """Ask the engine to stop after the current step; pieces already made can still be read."""
-        self._handle.cancel()
-
-    def close(self) -> None:
-        """Cancel, and wait until the engine has let go of the request; in a callback, only cancel."""
-        self._handle.cancel()
-        if not self._handle.is_own_callback:
-            self._handle.wait()
-
-    def __enter__(self) -> TextStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self._handle.cancel()
-
-
-class AsyncTextStream(AsyncIterator[TextPiece]):
-    """`TextStream` for asyncio: iterate over pieces in the event loop that submitted, then read `result`.
-
-    Who stops reading calls `cancel`.
-    """
-
-    def __init__(self, handle: RequestHandle, engine: Engine) -> None:
-        self._handle = handle
-        self._engine = engine  # kept open as long as somebody reads
-
-    def __aiter__(self) -> AsyncTextStream:
-        return self
-
-    async def __anext__(self) -> TextPiece:
-        piece = await self._handle.next_piece_async()
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
-
-    @property
-    def state(self) -> RequestState:
-        """Where the request stands: in the queue and where, at its prompt, answering, or over."""
-        return self._handle.state
-
-    @property
-    def request_id(self) -> int:
-        """The number of the request in this engine, counted from 1."""
-        assert self._handle.id is not None
-        return self._handle.id
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole answer, once the pieces have been read. Raises what the request raised."""
-        return self._handle.result()
-
-    def cancel(self) -> None:
-        """Ask the engine to stop after the current step; `result` has what was generated until then."""
-        self._handle.cancel()
-
-    def __del__(self) -> None:
-        self._handle.cancel()
 
 
 def _as_tuple(values: Any) -> Any:

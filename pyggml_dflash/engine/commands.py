@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.forced import ForcedText
 from pyggml_dflash.engine.handle import RequestHandle
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.requests import ProgressCallback
 
 T = TypeVar("T")

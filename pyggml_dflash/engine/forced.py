@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from pyggml_dflash.engine.graphs import Logits
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.sampling import logprobs_of
 from pyggml_dflash.engine.seat import Seat
 from pyggml_dflash.engine.step import Admission, Granule, Outcome

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from pyggml_dflash.engine.graphs import Logits
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.output import OutputAssembler
 from pyggml_dflash.engine.sampling import logprobs_of
 from pyggml_dflash.engine.seat import Seat

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from pyggml_dflash.engine.generation import Generation
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.errors import BackendError, UsageError
 from pyggml_dflash.requests import (
     GenerationRequest,

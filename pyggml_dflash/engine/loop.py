@@ -19,7 +19,7 @@ from pyggml_dflash.engine.commands import WAKE, Call, Command, IsCancelled, Park
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.forced import ForcedText, Reading
 from pyggml_dflash.engine.handle import OWN_CALLBACK, RequestHandle, check_process, patient
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.errors import Cancelled, EngineClosed, EngineParked, QueueFullError, UsageError
 from pyggml_dflash.requests import EngineStats, GenerationRequest, Progress, ProgressCallback, RequestState

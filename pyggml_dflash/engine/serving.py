@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pyggml_dflash.engine.graphs import Logits
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.scheduler import Scheduler
 from pyggml_dflash.engine.seat import Seat
 from pyggml_dflash.engine.step import Admission, Granule, Outcome, StepReport

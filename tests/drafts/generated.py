@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pyggml_dflash.engine.loader import Loaded, load
+from pyggml_dflash.engine.loaded import Loaded
+from pyggml_dflash.engine.loader import load
 from pyggml_dflash.options import EngineOptions, SamplingOptions
 from pyggml_dflash.requests import GenerationRequest, GenerationResult
 from tests.drafts.speculated import Tell, Told

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash.engine.assembly import DEFAULT_MODEL
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.errors import UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
 from tests.drafts.drafted import draft_file

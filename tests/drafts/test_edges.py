@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pyggml_dflash.engine.drafting import Proposal
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.gguf import TensorInfo
 from pyggml_dflash.options import KVType

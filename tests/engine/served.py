@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pyggml_dflash.engine.generation import Generation
-from pyggml_dflash.engine.loader import Loaded
+from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.requests import (
     GenerationRequest,

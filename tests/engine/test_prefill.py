@@ -13,7 +13,8 @@ import pytest
 from pyggml_dflash import DeviceMemoryError, Engine, GenerationRequest
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.graphs import Forwards, Logits
-from pyggml_dflash.engine.loader import Loaded, load
+from pyggml_dflash.engine.loaded import Loaded
+from pyggml_dflash.engine.loader import load
 from pyggml_dflash.engine.prefill import PoolTrims
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.pool import PoolStats

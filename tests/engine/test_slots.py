@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pyggml_dflash.engine.core import DRAFTER_TAKEN
-from pyggml_dflash.engine.loader import Loaded, load
+from pyggml_dflash.engine.loaded import Loaded
+from pyggml_dflash.engine.loader import load
 from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.engine.speculate import BESIDE_OTHERS
 from pyggml_dflash.options import Auto, EngineOptions, SamplingOptions

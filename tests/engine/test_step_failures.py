@@ -12,7 +12,8 @@ import pytest
 from pyggml_dflash import BackendError, DeviceMemoryError, Progress, UsageError
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.graphs import Forwards, Logits
-from pyggml_dflash.engine.loader import Loaded, load
+from pyggml_dflash.engine.loaded import Loaded
+from pyggml_dflash.engine.loader import load
 from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.options import EngineOptions, SamplingOptions
 from pyggml_dflash.requests import GenerationRequest, RequestCounts

@@ -65,13 +65,12 @@ class GraphCache:
 
     def once(self, builder: GraphBuilder, outputs: tuple[Tensor, ...]) -> StepGraph:
         """A graph that the caller runs before the next call, and closes; on failure the builder is closed."""
+        before = self._memory.n_moves
         try:
-            if self._memory.must_move(builder):
+            return place(self._backend, builder, outputs, self._memory, self._relieve)
+        finally:
+            if self._memory.n_moves != before:
                 self._drop_all()
-        except BaseException:
-            builder.close()
-            raise
-        return place(self._backend, builder, outputs, self._memory, self._relieve)
 
     @property
     def n_bytes(self) -> int:

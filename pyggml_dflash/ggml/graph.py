@@ -99,15 +99,16 @@ class GraphAllocator(Handle):
     """Compute memory of a backend and its peers, shared by graphs that never run at the same time.
 
     It grows when a graph needs more and charges the ledger for what it holds. Graphs placed earlier stay
-    good while it does not move, as `must_move` tells.
+    good while `n_moves` stays the same.
     """
 
-    __slots__ = ("_backends", "_charges", "_ledger", "label")
+    __slots__ = ("_backends", "_charges", "_ledger", "label", "n_moves")
 
     def __init__(self, backend: Backend, ledger: Ledger, label: str) -> None:
         super().__init__(new_allocator(backend.all), lib.ggml_gallocr_free, *backend.all)
         self._backends, self._ledger, self.label = backend.all, ledger, label
         self._charges: tuple[Charge, ...] = ()
+        self.n_moves = 0  # how often graphs lost the memory that they were given
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -124,13 +125,6 @@ class GraphAllocator(Handle):
         """Bytes held now on each device."""
         return {b.name: n for b, n in zip(self._backends, self.held, strict=True)}
 
-    def must_move(self, builder: GraphBuilder) -> bool:
-        """True if the graph can be placed only where earlier ones lose their memory."""
-        with _prepared(self._backends[0], builder) as graph:
-            wanted = graph.measure()
-        pieces = (int(lib.ggml_backend_buft_get_max_size(b.buffer_type)) for b in self._backends)
-        return any(n > min(*has) for n, *has in zip(wanted, self.held, pieces, strict=False))
-
     def place(self, builder: GraphBuilder) -> None:
         """Give every node of the graph its address; raises `DeviceMemoryError` if there is no room."""
         held = self.held
@@ -143,12 +137,18 @@ class GraphAllocator(Handle):
                 wanted = graph.measure()
                 self._start_anew()
                 raise self._refusal(wanted)
+        self.n_moves += self._has_moved(held)
         if self.held != held or not self._charges:
             self._release_charges()
             self._charges = tuple(
                 self._ledger.charge(b.name, self.label, n)
                 for b, n in zip(self._backends, self.held, strict=True)
             )
+
+    def _has_moved(self, before: tuple[int, ...]) -> bool:
+        """True if a placement took new memory; what lies in several pieces may have, and hold no more."""
+        pieces = (int(lib.ggml_backend_buft_get_max_size(b.buffer_type)) for b in self._backends)
+        return self.held != before or any(n > most for n, most in zip(self.held, pieces, strict=True))
 
     def _check_caps(self, wanted: tuple[int, ...], held: tuple[int, ...]) -> None:
         for backend, n, has in zip(self._backends, wanted, held, strict=False):
@@ -166,6 +166,7 @@ class GraphAllocator(Handle):
     def _start_anew(self) -> None:
         """Drop everything: after a failure ggml's allocator has no memory, but trusts its plan."""
         self.close()
+        self.n_moves += 1
         super().__init__(new_allocator(self._backends), lib.ggml_gallocr_free, *self._backends)
 
     def _release_charges(self) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pyggml_dflash.engine.graph_cache import KEPT_GRAPHS
+from pyggml_dflash.engine.graph_cache import GraphCache
 from pyggml_dflash.engine.graphs import Forwards
+from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.device import Backend, choose_device
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.graph import GraphAllocator, InputArena, StepGraph
@@ -18,9 +20,11 @@ from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.options import EngineOptions
+from tests.engine.apart import program
 from tests.engine.tiny import QWEN3, QWEN35, prompt
 from tests.reference.opened import Floats, Parts, assembled, on_the_cpu
 
+Build = Callable[[], tuple[GraphBuilder, tuple[Tensor, ...]]]
 OPTIONS = on_the_cpu(QWEN35, max_ctx=1024)
 
 
@@ -102,7 +106,6 @@ def test_the_least_recently_used_graph_goes_first(monkeypatch: pytest.MonkeyPatc
         assert len(before) == 2
         assert before[0] not in forwards._cache.keys
         assert before[1] in forwards._cache.keys
-    assert KEPT_GRAPHS > 2
 
 
 def chain(g: GraphBuilder, x: Tensor) -> Tensor:
@@ -116,6 +119,72 @@ def tree(g: GraphBuilder, x: Tensor) -> Tensor:
     """2 x + 2 x + x ** 2 + x ** 2 in seven operations, the first four of them needed at once."""
     parts = [g.add(x, x), g.add(x, x), g.mul(x, x), g.mul(x, x)]
     return g.add(g.add(parts[0], parts[2]), g.add(parts[1], parts[3]))
+
+
+@contextmanager
+def squares(caps: dict[str, int]) -> Iterator[tuple[GraphCache, Callable[[int], Build]]]:
+    """A cache, and what builds the squares of 0 to 3 as the last of a product of n x n."""
+    with ExitStack() as stack:
+        backend, ledger = Backend(choose_device("CPU"), threads=1), Ledger(caps=caps)
+        stack.callback(backend.close)
+        inputs = InputArena(backend, ledger, "inputs", {"x": (ElementType.F32, 4096)})
+        stack.callback(inputs.close)
+        inputs["x"].array[:4] = range(4)
+        cache = GraphCache(backend, ledger, "test")
+        stack.callback(cache.close)
+
+        def build(n: int) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+            g = GraphBuilder(64)
+            column = g.view(inputs["x"].tensor, (1, n), (4,), 0)
+            return g, (g.output(g.mul_mat(column, column)),)
+
+        yield cache, lambda n: lambda: build(n)
+
+
+def diagonal(graph: StepGraph) -> list[float]:
+    return [float(x) for x in np.diag(graph.run()[0])[:4]]
+
+
+def test_kept_graphs_go_only_when_their_memory_does() -> None:
+    caps: dict[str, int] = {}
+    with squares(caps) as (cache, build):
+        for n in (32, 16):
+            assert diagonal(cache.get(n, build(n))) == [0, 1, 4, 9]
+        assert cache.keys == (32, 16)
+        small, held = cache.get(16, build(16)), cache.n_bytes
+        caps["CPU"] = held + 2**15
+        with pytest.raises(DeviceMemoryError, match="test"):
+            cache.get(4096, build(4096))
+        assert (cache.keys, cache.n_bytes) == ((32, 16), held)  # refused before anything moved
+        assert cache.get(16, build(16)) is small
+        assert diagonal(small) == [0, 1, 4, 9]
+        caps.clear()
+        assert diagonal(cache.get(64, build(64))) == [0, 1, 4, 9]
+        assert cache.keys == (64,)
+        assert cache.n_bytes > held
+
+
+REFUSED = """
+import resource
+from pyggml_dflash.errors import DeviceMemoryError
+from tests.engine.test_graph_cache import diagonal, squares
+with squares({}) as (cache, build):
+    print(diagonal(cache.get(16, build(16))))
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, -1))
+    try:
+        cache.get(4096, build(4096))
+    except DeviceMemoryError as error:
+        print(type(error).__name__, cache.keys, cache.n_bytes)
+    print(diagonal(cache.get(16, build(16))))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+def test_kept_graphs_go_with_memory_that_the_system_refuses_to_enlarge() -> None:
+    done = program(REFUSED)
+    squared = "[0.0, 1.0, 4.0, 9.0]\n"
+    assert (done.returncode, done.stdout) == (0, f"{squared}DeviceMemoryError () 0\n{squared}"), done.stderr
 
 
 def test_a_graph_with_as_many_nodes_gets_a_layout_of_its_own() -> None:

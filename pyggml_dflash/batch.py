@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 from pyggml_dflash.errors import Cancelled, EngineClosed, QueueFullError, UsageError
-from pyggml_dflash.options import Auto, SamplingOptions, Spec, refusal
-from pyggml_dflash.requests import GenerationRequest, GenerationResult
+from pyggml_dflash.options import Auto, SamplingOptions, Spec, check_int, refusal
+from pyggml_dflash.requests import Constraint, GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
     from pyggml_dflash.api import Engine, TextStream
@@ -40,18 +40,23 @@ class BatchRequest:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None  # with messages
     reasoning: bool | None = None  # with messages
+    reasoning_budget: int = -1  # with messages
     max_tokens: int | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     spec: Spec | None = None
     spec_width: int | Auto | None = None
+    cache_prompt: bool = True
+    constraint: Constraint | None = None
     ignore_eos: bool = False  # with a prompt
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise UsageError("a request of a batch has either a prompt or messages")
-        if self.messages is None and (self.tools is not None or self.reasoning is not None):
+        check_int("reasoning_budget", self.reasoning_budget, -1)
+        templated = (self.tools, self.reasoning, self.reasoning_budget) != (None, None, -1)
+        if self.messages is None and templated:
             raise UsageError("tools and reasoning go through the chat template: they need messages")
         if self.messages is not None and self.ignore_eos:
             raise UsageError("ignore_eos goes with a prompt; an answer to messages ends as the model says")
@@ -63,6 +68,8 @@ class BatchRequest:
             logprobs=self.logprobs,
             spec=self.spec,
             spec_width=self.spec_width,
+            cache_prompt=self.cache_prompt,
+            constraint=self.constraint,
             ignore_eos=self.ignore_eos,
         )
 
@@ -79,6 +86,9 @@ class BatchRequest:
                 logprobs=self.logprobs,
                 spec=self.spec,
                 spec_width=self.spec_width,
+                cache_prompt=self.cache_prompt,
+                constraint=self.constraint,
+                reasoning_budget=self.reasoning_budget,
             )
         assert self.prompt is not None
         return engine.stream(
@@ -89,6 +99,8 @@ class BatchRequest:
             logprobs=self.logprobs,
             spec=self.spec,
             spec_width=self.spec_width,
+            cache_prompt=self.cache_prompt,
+            constraint=self.constraint,
             ignore_eos=self.ignore_eos,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from pyggml_dflash import (
     Batch,
     BatchRequest,
+    Constraint,
     ContextOverflowError,
     DflashError,
     Engine,
@@ -58,6 +60,22 @@ def test_every_request_gets_the_answer_that_it_gets_alone(engine: Engine, ordere
         alone = requests[result.index].submit(engine).result
         assert (result.result.text, result.result.tokens) == (alone.text, alone.tokens)
         assert result.result.logprobs == alone.logprobs
+
+
+def test_answers_follow_their_constraint_and_their_budget(engine: Engine) -> None:
+    upper = Constraint(kind="regex", text="[A-Z]{4}")
+    thinking = BatchRequest(messages=FOX, reasoning=True, reasoning_budget=3, max_tokens=20)
+    requests = [
+        BatchRequest(prompt="Once", constraint=upper),
+        BatchRequest(messages=FOX, reasoning=False, constraint=upper),
+        thinking,
+    ]
+    with engine.batch(requests) as batch:
+        raw, chat, thought = (found.result for found in batch)
+    assert re.fullmatch("[A-Z]{4}", raw.text)
+    assert re.fullmatch("[A-Z]{4}", chat.text)
+    assert thought.tokens == thinking.submit(engine).result.tokens
+    assert thought.usage.reasoning_tokens <= 3
 
 
 def test_a_text_and_token_ids_are_continued_as_generate_does() -> None:
@@ -109,6 +127,10 @@ def test_what_is_no_iterable_of_requests_is_refused(engine: Engine, requests: An
         ({"prompt": "a", "messages": FOX}, "either a prompt or messages"),
         ({"prompt": "a", "tools": []}, "tools and reasoning"),
         ({"prompt": "a", "reasoning": True}, "tools and reasoning"),
+        ({"prompt": "a", "reasoning_budget": 5}, "tools and reasoning"),
+        ({"messages": FOX, "reasoning_budget": -2}, "reasoning_budget is -2"),
+        ({"prompt": "a", "constraint": "[a-z]"}, "constraint is"),
+        ({"prompt": "a", "cache_prompt": 1}, "cache_prompt is 1"),
         ({"messages": FOX, "ignore_eos": True}, "ignore_eos goes with a prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": "a", "stop": ["x"]}, "stop is"),

@@ -185,12 +185,12 @@ def batch(
 
 def defaults_of(files: Files, answer: AnswerOptions, sampling: SamplingOptions) -> Defaults:
     """What holds for lines that say nothing."""
-    if files.raw and (answer.system is not None or answer.reasoning is not None):
-        flag = "--system" if answer.system is not None else "--reasoning"
-        raise UsageError(f"{flag} works through the chat template, which --raw leaves out")
+    answer.check_template(raw=files.raw)
     return Defaults(
         system=answer.system,
         reasoning=answer.reasoning,
+        reasoning_budget=answer.reasoning_budget,
+        constraint=answer.constraint,
         stop=answer.stop,
         max_tokens=answer.max_tokens,
         sampling=sampling,

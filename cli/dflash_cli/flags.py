@@ -74,6 +74,17 @@ class AnswerOptions:
         if self.reasoning and self.reasoning_budget == 0:
             raise UsageError("--reasoning contradicts --reasoning-budget 0; give one")
 
+    def check_template(self, *, raw: bool) -> None:
+        """Raise `UsageError` for what works through the chat template, if `raw` leaves it out."""
+        templated = {
+            "--system": self.system is not None,
+            "--reasoning": self.reasoning is not None,
+            "--reasoning-budget": self.reasoning_budget != -1,
+        }
+        flag = next((flag for flag, is_given in templated.items() if is_given), None)
+        if raw and flag is not None:
+            raise UsageError(f"{flag} works through the chat template, which --raw leaves out")
+
 
 def apply(flags: Sequence[Flag[Any]], command: F) -> F:
     """`command` with the flags, in the order in which help shows them."""

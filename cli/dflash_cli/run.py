@@ -80,14 +80,7 @@ def choose_prompt(source: PromptSource, engine: EngineOptions) -> Prompt:
 def check_flags(answer: AnswerOptions, *, raw: bool, as_json: bool, logprobs: int | None) -> None:
     """Refuse values, and flags that would have no effect together, before a model is loaded."""
     answer.check(logprobs=logprobs)
-    templated = {
-        "--system": answer.system is not None,
-        "--reasoning": answer.reasoning is not None,
-        "--reasoning-budget": answer.reasoning_budget != -1,
-    }
-    flag = next((flag for flag, is_given in templated.items() if is_given), None)
-    if raw and flag is not None:
-        raise UsageError(f"{flag} works through the chat template, which --raw leaves out")
+    answer.check_template(raw=raw)
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json to be shown")
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pyggml_dflash.api import Engine
+from pyggml_dflash.api import CallEnd, Engine, ParsedAnswer
 from pyggml_dflash.batch import BatchRequest
 from pyggml_dflash.jsonl.bodies import Ask
 from pyggml_dflash.requests import GenerationResult, TokenLogprob
@@ -46,7 +46,7 @@ def _usage(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
 
 def _chat_choice(engine: Engine, ask: Ask, index: int, result: GenerationResult) -> dict[str, Any]:
     request = ask.requests[index // ask.n]
-    message = _message(engine, request, result.text, may_call=ask.may_call)
+    message = _message(engine, request, result.text, one_call=ask.calls.one)
     reason = "tool_calls" if "tool_calls" in message and result.finish_reason == "stop" else _reason(result)
     logprobs = [_token(engine, token) for token in result.logprobs]
     return {
@@ -57,10 +57,18 @@ def _chat_choice(engine: Engine, ask: Ask, index: int, result: GenerationResult)
     }
 
 
-def _message(engine: Engine, request: BatchRequest, text: str, *, may_call: bool) -> dict[str, Any]:
+def _message(engine: Engine, request: BatchRequest, text: str, *, one_call: bool) -> dict[str, Any]:
     assert request.messages is not None
-    prompt = engine.render_chat(request.messages, tools=request.tools, reasoning=request.reasoning)
-    parsed = engine.answer_parser(prompt, tools=request.tools if may_call else None).parse(text)
+    prompt = engine.render_chat(
+        request.messages,
+        tools=request.tools,
+        reasoning=request.reasoning,
+        reasoning_budget=request.reasoning_budget,
+    )
+    parser = engine.answer_parser(prompt, tools=request.tools)
+    events = [*parser.push(text), *parser.finish()]
+    ends = [i for i, event in enumerate(events, 1) if isinstance(event, CallEnd)]
+    parsed = ParsedAnswer.gather(events[: ends[0]] if one_call and ends else events)
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning

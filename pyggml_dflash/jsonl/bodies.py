@@ -13,8 +13,10 @@ from typing import Any, Final, Literal
 
 from pyggml_dflash.batch import BatchRequest
 from pyggml_dflash.errors import UsageError
+from pyggml_dflash.jsonl.forms import FORMS, Calls, calls_of, form_of
 from pyggml_dflash.jsonl.problems import refused
 from pyggml_dflash.options import MAX_SEED, SamplingOptions, check_choice, check_flag, check_int, refusal
+from pyggml_dflash.requests import Constraint
 
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETION_URL: Final = "/v1/completions"
@@ -34,7 +36,6 @@ _SAMPLING: Final = (
 )
 _IGNORED: Final = (
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -54,6 +55,8 @@ class Defaults:
 
     system: str | None = None  # in front of conversations that begin without one
     reasoning: bool | None = None
+    reasoning_budget: int = -1
+    constraint: Constraint | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
@@ -69,7 +72,7 @@ class Ask:
     model: str | None
     requests: tuple[BatchRequest, ...]
     n: int = 1
-    may_call: bool = False  # an answer may consist of calls of the request's tools
+    calls: Calls = field(default_factory=Calls)  # of the tools of a conversation
 
     @property
     def all_requests(self) -> list[BatchRequest]:
@@ -125,21 +128,22 @@ def _simple(line: Mapping[str, Any], defaults: Defaults) -> Ask:
 def _chat(body: Mapping[str, Any], defaults: Defaults) -> Ask:
     fields = Fields(body)
     common = _common(fields, defaults)
-    messages, tools = fields.take("messages"), fields.take("tools")
-    choice = fields.take("tool_choice")
-    if choice is not None:
-        check_choice("tool_choice", choice, ("auto", "none"))
+    calls = calls_of(fields.take("tools"), fields.take("tool_choice"), fields.take("parallel_tool_calls"))
+    reasoning, budget = _reasoning(fields, defaults)
     request = BatchRequest(
-        messages=_with_system(messages, defaults.system),
-        tools=None if tools == [] else tools,
-        reasoning=_reasoning(fields, defaults.reasoning),
+        messages=_with_system(fields.take("messages"), defaults.system),
+        tools=calls.tools,
+        reasoning=reasoning,
+        reasoning_budget=budget,
+        constraint=_constraint(fields, calls, defaults.constraint),
         max_tokens=_max_tokens(fields, defaults.max_tokens),
         logprobs=_chat_logprobs(fields),
         **common,
     )
-    _check_text_only(fields)
+    if fields.take("modalities") not in (None, ["text"]):
+        raise refusal("modalities", fields.take("modalities"), 'it must be ["text"]')
     fields.finish(unsupported=("audio", "function_call", "functions", "verbosity", "web_search_options"))
-    return _ask("chat", fields, (request,), may_call=bool(tools) and choice != "none")
+    return _ask("chat", fields, (request,), calls)
 
 
 def _completion(body: Mapping[str, Any], defaults: Defaults) -> Ask:
@@ -154,6 +158,8 @@ def _completion(body: Mapping[str, Any], defaults: Defaults) -> Ask:
         raise UsageError("best_of is not 1; ask for several answers with n")
     max_tokens, ignore_eos = fields.take("max_tokens"), fields.take("ignore_eos")
     common["max_tokens"] = defaults.max_tokens if max_tokens is None else max_tokens
+    forms = {name: fields.take(name) for name in FORMS if name != "response_format"}
+    common["constraint"] = form_of(forms, defaults.constraint)
     requests = tuple(
         BatchRequest(
             prompt=prompt, logprobs=logprobs, ignore_eos=False if ignore_eos is None else ignore_eos, **common
@@ -161,22 +167,21 @@ def _completion(body: Mapping[str, Any], defaults: Defaults) -> Ask:
         for prompt in _prompts(fields.take("prompt"))
     )
     fields.finish(unsupported=("suffix",))
-    return _ask("completion", fields, requests)
+    return _ask("completion", fields, requests, Calls())
 
 
 def _ask(
     kind: Literal["chat", "completion"],
     fields: Fields,
     requests: tuple[BatchRequest, ...],
-    *,
-    may_call: bool = False,
+    calls: Calls,
 ) -> Ask:
     n, model = fields.take("n"), fields.take("model")
     if n is not None:
         check_int("n", n, 1, MAX_CHOICES)
     if model is not None and not isinstance(model, str):
         raise refusal("model", model, "it must be a name")
-    return Ask(kind=kind, model=model, requests=requests, n=n or 1, may_call=may_call)
+    return Ask(kind=kind, model=model, requests=requests, n=n or 1, calls=calls)
 
 
 class Fields:
@@ -210,11 +215,12 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         raise UsageError("stream is true; a batch has whole answers")
     if fields.take("stream_options") is not None:
         raise UsageError("stream_options has no meaning in a batch")
-    stop = fields.take("stop")
+    stop, cache_prompt = fields.take("stop"), fields.take("cache_prompt")
     return {
         "sampling": sampling,
         "stop": defaults.stop if stop is None else _stop(stop),
         "spec": fields.take("spec"),
+        "cache_prompt": True if cache_prompt is None else cache_prompt,
     }
 
 
@@ -264,7 +270,11 @@ def _chat_logprobs(fields: Fields) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _reasoning(fields: Fields, default: bool | None) -> bool | None:
+def _reasoning(fields: Fields, defaults: Defaults) -> tuple[bool | None, int]:
+    """Whether the model is to think first, and in how many tokens at most.
+
+    Of what the line does not say the default holds, unless it contradicts what the line says.
+    """
     effort, switches = fields.take("reasoning_effort"), fields.take("chat_template_kwargs")
     said: list[bool] = []
     if effort is not None:
@@ -278,15 +288,22 @@ def _reasoning(fields: Fields, default: bool | None) -> bool | None:
             said.append(value)
     if len(set(said)) > 1:
         raise UsageError("reasoning_effort and chat_template_kwargs contradict each other; give one")
-    return said[0] if said else default
+    thinks, budget = said[0] if said else None, fields.take("reasoning_budget")
+    if budget is None:
+        budget = -1 if thinks and defaults.reasoning_budget == 0 else defaults.reasoning_budget
+    if thinks is None and not (defaults.reasoning and budget == 0):
+        thinks = defaults.reasoning
+    return thinks, budget
 
 
-def _check_text_only(fields: Fields) -> None:
-    form, modalities = fields.take("response_format"), fields.take("modalities")
-    if form is not None and form != {"type": "text"}:
-        raise refusal("response_format", form, 'only {"type": "text"} is supported here')
-    if modalities is not None and modalities != ["text"]:
-        raise refusal("modalities", modalities, 'it must be ["text"]')
+def _constraint(fields: Fields, calls: Calls, default: Constraint | None) -> Constraint | None:
+    """What the answer of a conversation must be; None where that is a call, whose form the engine knows."""
+    form = form_of({name: fields.take(name) for name in FORMS}, None if calls.demanded else default)
+    if form is not None and calls.demanded:
+        raise UsageError(f"{form.kind} and tool_choice each say what the answer must be; give one")
+    if form is not None and calls.tools is not None:
+        raise UsageError(f"{form.kind} leaves no room for calls of tools; leave tools out, or choose 'none'")
+    return form
 
 
 def _prompts(prompt: object) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pyggml_dflash.api import Engine
-from pyggml_dflash.batch import SPARE, InFlight, Streams
+from pyggml_dflash.batch import SPARE, BatchRequest, InFlight, Streams
 from pyggml_dflash.errors import Cancelled, EngineClosed
 from pyggml_dflash.jsonl.answers import body_of
 from pyggml_dflash.jsonl.bodies import Ask, Defaults, understand
@@ -26,7 +26,9 @@ class LineWorker:
     """Makes records of tasks; the engine stays the caller's to close."""
 
     def __init__(self, engine: Engine, defaults: Defaults, settings: str) -> None:
-        """`settings`: the digest that records bear."""
+        """`settings`: the digest that records bear. Raises what every line would fail with."""
+        if defaults.constraint is not None:
+            engine.check_constraint(defaults.constraint)
         self._engine, self._settings = engine, settings
         self._defaults = fitting(defaults, engine)
 
@@ -41,12 +43,20 @@ class LineWorker:
         try:
             ask = understand(task.value, self._defaults)
             model = self._model(ask)
-            results = [streams.answer(request, self._engine) for request in ask.all_requests]
+            results = [streams.answer(request, self._engine) for request in self._requests(ask)]
             return answered(task, self._settings, body_of(self._engine, ask, results, model))
         except (Cancelled, EngineClosed):
             raise
         except Exception as error:
             return failed(task, self._settings, problem_of(error))
+
+    def _requests(self, ask: Ask) -> list[BatchRequest]:
+        """What is to be answered; calls that are demanded have the form that the model writes them in."""
+        calls = ask.calls
+        if not calls.demanded:
+            return ask.all_requests
+        form = self._engine.tool_constraint(calls.tools, name=calls.name, parallel=not calls.one)
+        return [replace(request, constraint=form) for request in ask.all_requests]
 
     def _model(self, ask: Ask) -> str:
         """The name that the answer bears; refuses that of a model which is not there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,13 +17,18 @@ import pytest
 from click.testing import CliRunner
 from dflash_cli.main import cli
 
-from pyggml_dflash import Engine
+from pyggml_dflash import Engine, SamplingOptions
 from tests.cli.dflash_command import COMMAND, ENDLESS, LIMIT_S, PICO, Outcome, dflash, terminal
 from tests.cli.killed_batch import kill_and_resume, records, told, write_lines
+from tests.serve.told import told as told_model
 
 LOG = logging.getLogger(__name__)
 FOX = "Tell me a story about a shy fox."
 USER = [{"role": "user", "content": FOX}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+}
 ONE = ("--threads", "1")  # does not wait for another thread on a busy machine
 
 
@@ -112,6 +118,59 @@ def test_lines_of_text_are_turns_or_with_raw_continued(tmp_path: Path, engine: E
     assert content(found[0]) == engine.chat([brief, *USER], max_tokens=4).text
     done, found = run(tmp_path, [FOX], "-n", "4", "--raw", "--overwrite", name="in.txt")
     assert body(found[0])["choices"][0]["text"] == engine.generate(FOX, max_tokens=4).text
+
+
+def test_flags_of_form_and_reasoning_hold_for_every_line(tmp_path: Path) -> None:
+    lines = [{"prompt": FOX}, {"messages": USER, "regex": "[0-9]{2}"}]
+    done, found = run(tmp_path, lines, "--regex", "[A-Z]{4}", "--no-reasoning", "--max-ctx", "512")
+    assert done.code == 0, done.err
+    assert re.fullmatch("[A-Z]{4}", content(found[0]))
+    assert re.fullmatch("[0-9]{2}", content(found[1]))
+    budget = ("--reasoning", "--reasoning-budget", "3", "-n", "20", "--logit-bias", "4094=-100")
+    done, found = run(tmp_path, [{"prompt": FOX}], *budget, "--overwrite", "--max-ctx", "512")
+    assert done.code == 0, done.err
+    with Engine.open(max_ctx=512) as engine:
+        sampling = SamplingOptions(logit_bias={4094: -100})
+        alone = engine.chat(USER, reasoning=True, reasoning_budget=3, max_tokens=20, sampling=sampling)
+    assert alone.usage.reasoning_tokens == 3
+    message = body(found[0])["choices"][0]["message"]
+    assert message["reasoning_content"] in alone.text
+    assert message["content"] in alone.text
+
+
+def test_a_form_that_no_answer_can_have_is_refused_once(tmp_path: Path) -> None:
+    done, found = run(tmp_path, [{"prompt": "a"}], "--regex", "(")
+    assert (done.code, found) == (2, [])
+    assert "regex cannot be used" in done.err
+    done, found = run(tmp_path, [{"prompt": "a", "regex": "("}])
+    assert (done.code, found[0]["error"]["code"]) == (5, "invalid_value")
+
+
+def test_calls_are_demanded_hidden_or_one(tmp_path: Path) -> None:
+    two = f"Looking:\n{call('first')}\n{call('second')}\nDone."
+    model = told_model(tmp_path / "told.gguf", two)
+    asked = {"messages": USER, "tools": [TOOL]}
+    lines = [
+        asked,
+        {**asked, "parallel_tool_calls": False},
+        {**asked, "tool_choice": "none"},
+        {**asked, "tool_choice": "required", "max_tokens": 4},
+    ]
+    done, found = run(tmp_path, lines, str(model))
+    assert done.code == 0, done.err
+    both, one, none, demanded = (body(record)["choices"][0] for record in found)
+    names = [[c["function"]["arguments"] for c in choice["message"]["tool_calls"]] for choice in (both, one)]
+    assert names == [['{"a": "first"}', '{"a": "second"}'], ['{"a": "first"}']]
+    assert (both["message"]["content"], one["message"]["content"]) == ("Looking:Done.", "Looking:")
+    assert (both["finish_reason"], one["finish_reason"]) == ("tool_calls", "tool_calls")
+    assert "tool_calls" not in none["message"]
+    assert none["message"]["content"] == two
+    assert not demanded["message"]["content"].startswith("Look")  # as it does where it need not call
+
+
+def call(value: str) -> str:
+    parameter = f"<parameter=a>\n{value}\n</parameter>"
+    return f"<tool_call>\n<function=f>\n{parameter}\n</function>\n</tool_call>"
 
 
 def test_logprobs_have_the_form_of_their_route(tmp_path: Path, engine: Engine) -> None:

@@ -9,8 +9,10 @@ import pytest
 from pyggml_dflash.batch import BatchRequest
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.jsonl.bodies import Ask, Defaults, understand
+from pyggml_dflash.jsonl.forms import Calls
 from pyggml_dflash.jsonl.problems import Refused
 from pyggml_dflash.options import MAX_SEED, SamplingOptions
+from pyggml_dflash.requests import Constraint
 
 USER = {"role": "user", "content": "Hi"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -106,13 +108,78 @@ def test_fields_of_a_conversation_reach_the_request() -> None:
     assert one({"prompt": "Hi"}, Defaults(reasoning=True)).reasoning is True
 
 
-def test_tools_that_must_not_be_called_are_shown_and_not_called() -> None:
-    asked = {"messages": [USER], "tools": [TOOL]}
-    assert understand(asked, Defaults()).may_call
-    silent = understand({**asked, "tool_choice": "none"}, Defaults())
-    assert not silent.may_call
-    assert silent.requests[0].tools == [TOOL]
-    assert one({"messages": [USER], "tools": []}).tools is None
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, Calls(tools=[TOOL])),
+        ({"tool_choice": "auto", "parallel_tool_calls": True}, Calls(tools=[TOOL])),
+        ({"parallel_tool_calls": False}, Calls(tools=[TOOL], one=True)),
+        ({"tool_choice": "required"}, Calls(tools=[TOOL], demanded=True)),
+        ({"tool_choice": NAMED}, Calls(tools=[TOOL], demanded=True, one=True, name="f")),
+        ({"tool_choice": "none"}, Calls()),
+        ({"tools": []}, Calls()),
+    ],
+)
+def test_tools_are_shown_where_they_may_be_called(fields: dict[str, Any], calls: Calls) -> None:
+    ask = understand({"messages": [USER], "tools": [TOOL], **fields}, Defaults())
+    assert (ask.calls, ask.requests[0].tools) == (calls, calls.tools)
+
+
+SCHEMA = {"type": "object"}
+AS_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+REGEX = Constraint(kind="regex", text="[ab]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({}, None),
+        ({"response_format": AS_FORMAT}, Constraint.json_schema(SCHEMA)),
+        ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA)),
+        ({"response_format": {"type": "json_object"}}, Constraint(kind="json_object")),
+        ({"regex": "[ab]"}, REGEX),
+        ({"regex": "[ab]", "response_format": {"type": "text"}}, REGEX),
+        ({"grammar": "start: /a/"}, Constraint(kind="grammar", text="start: /a/")),
+    ],
+)
+def test_a_line_says_what_its_answer_must_be(fields: dict[str, Any], form: Constraint | None) -> None:
+    assert one({"messages": [USER], **fields}).constraint == form
+    if "response_format" not in fields:
+        assert one(enveloped({"prompt": "a", **fields}, "/v1/completions")).constraint == form
+
+
+def test_a_form_given_by_flags_holds_where_a_line_says_nothing() -> None:
+    flags = Defaults(constraint=REGEX)
+    asked = {"messages": [USER]}
+    assert one(asked, flags).constraint == REGEX
+    assert one(enveloped({"prompt": "a"}, "/v1/completions"), flags).constraint == REGEX
+    assert one({**asked, "response_format": {"type": "text"}}, flags).constraint is None
+    assert one({**asked, "json_schema": SCHEMA}, flags).constraint == Constraint.json_schema(SCHEMA)
+    assert one({**asked, "tools": [TOOL], "tool_choice": "required"}, flags).constraint is None
+    assert one({**asked, "tools": [TOOL], "tool_choice": "none"}, flags).constraint == REGEX
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "expected"),
+    [
+        ({}, Defaults(), (None, -1)),
+        ({}, Defaults(reasoning=True, reasoning_budget=9), (True, 9)),
+        ({"reasoning_budget": 5}, Defaults(reasoning=True, reasoning_budget=9), (True, 5)),
+        ({"reasoning_budget": 0}, Defaults(reasoning=True), (None, 0)),
+        ({"reasoning_budget": 0}, Defaults(reasoning=False), (False, 0)),
+        ({"reasoning_effort": "low"}, Defaults(reasoning_budget=0), (True, -1)),
+        ({"reasoning_effort": "low"}, Defaults(reasoning=False, reasoning_budget=9), (True, 9)),
+        ({"reasoning_effort": "none"}, Defaults(reasoning=True, reasoning_budget=9), (False, 9)),
+    ],
+)
+def test_a_line_says_how_long_the_model_may_think(
+    fields: dict[str, Any], flags: Defaults, expected: tuple[bool | None, int]
+) -> None:
+    request = one({"messages": [USER], **fields}, flags)
+    assert (request.reasoning, request.reasoning_budget) == expected
 
 
 def test_fields_of_a_completion_reach_the_request() -> None:
@@ -146,7 +213,7 @@ def test_several_answers_have_a_seed_each_where_one_was_given() -> None:
             "metadata": {"a": 1},
             "store": True,
             "service_tier": "auto",
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": False,  # there are no tools
         },
         {"stream": False, "n": 1, "response_format": {"type": "text"}, "modalities": ["text"]},
         {"functions": None, "audio": None, "temperature": None, "stop": None, "tool_choice": "auto"},
@@ -184,9 +251,23 @@ CHAT_REFUSED = [
     ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is {'x': 1}"),
     ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs.thinking is 1"),
     ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "contradict"),
-    ({"response_format": {"type": "json_object"}}, "response_format is"),
+    ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}"),
+    ({"response_format": {**AS_FORMAT, "x": 1}}, "response_format is"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format is"),
+    ({"response_format": "text"}, "response_format is 'text'"),
+    ({"json_schema": "{}"}, "json_schema is '{}'; it must be an object"),
+    ({"grammar": 5}, "grammar is 5; it must be text"),
+    ({"regex": "a", "response_format": AS_FORMAT}, "response_format and regex each say"),
+    ({"regex": "a", "tools": [TOOL]}, "regex leaves no room for calls of tools"),
+    ({"regex": "a", "tools": [TOOL], "tool_choice": "required"}, "regex and tool_choice each say"),
+    ({"reasoning_budget": -2}, "reasoning_budget is -2"),
+    ({"reasoning_budget": True}, "reasoning_budget is True"),
+    ({"cache_prompt": 0}, "cache_prompt is 0"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls is 1"),
+    ({"tool_choice": "any"}, "tool_choice is 'any'"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice is {'type': 'function'}"),
     ({"modalities": ["audio"]}, "modalities is ['audio']"),
-    ({"tool_choice": "required"}, "tool_choice is 'required'"),
+    ({"tool_choice": "required"}, "tool_choice demands a call, but there are no tools"),
     ({"spec": "eagle"}, "spec is 'eagle'"),
     ({"messages": []}, "messages is []"),
     ({"messages": "Hi"}, "messages is 'Hi'"),
@@ -215,6 +296,12 @@ def test_what_a_conversation_cannot_have_is_refused_by_its_name(extra: dict[str,
         ({"prompt": "a", "suffix": "b"}, "'suffix' is not supported here"),
         ({"prompt": "a", "logprobs": True}, "logprobs is True"),
         ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1"),
+        (
+            {"prompt": "a", "ignore_eos": True, "regex": "a"},
+            "ignore_eos is True; an answer with a constraint",
+        ),
+        ({"prompt": "a", "response_format": {"type": "text"}}, "'response_format' is not known here"),
+        ({"prompt": "a", "reasoning_budget": 5}, "'reasoning_budget' is not known here"),
         ({"prompt": "a", "messages": [USER]}, "'messages' is not known here"),
     ],
 )

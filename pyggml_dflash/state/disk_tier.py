@@ -184,6 +184,7 @@ class DiskTier(Generic[T]):
             return self._skip(TOO_LARGE)
         path = self.folder / f"{key.hex()}-{contents.n_past}{ENDING}"
         try:
+            _make(self.folder)  # again, if somebody took it away
             self._look()
             if path.name in self._files:
                 os.utime(path)
@@ -280,9 +281,13 @@ class DiskTier(Generic[T]):
 def make_folder(folder: Path) -> None:
     """See to it that there is such a folder; `UsageError`."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # files tell what was said
+        _make(folder)
     except OSError as error:
         raise _unusable(folder, error) from error
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # files tell what was said
 
 
 def _unusable(folder: Path, error: OSError) -> UsageError:

@@ -319,8 +319,28 @@ def test_a_folder_that_vanished_is_a_miss(tmp_path: Path) -> None:
     assert tier.longest(state(1).tokens, 0) == 0
     with pytest.raises(SnapshotError, match=NOT_READ):
         tier.load(state(1).tokens)
-    assert not tier.save(state(2))
     assert tier.counters.failed == {NOT_LISTED: 1, NOT_READ: 1}
+
+
+def test_a_folder_that_vanished_is_made_again_for_the_next_state(tmp_path: Path) -> None:
+    folder = tmp_path / "all" / "states"
+    tier = tier_in(folder)
+    tier.save(state(1))
+    folder.parent.rename(tmp_path / "elsewhere")
+    assert tier.save(state(2))
+    assert (tier.n_states, folder.stat().st_mode & 0o777) == (1, 0o700)
+    assert loaded(tier, state(1)) is None
+    found = loaded(tier, state(2))
+    assert found is not None
+    assert_same(found, state(2))
+
+
+def test_a_folder_that_cannot_be_made_again_is_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    tier = tier_in(folder)
+    folder.rmdir()
+    folder.write_bytes(b"a file now")
+    assert not tier.save(state(1))
     assert tier.counters.skipped == {NOT_WRITTEN: 1}
 
 

@@ -3,7 +3,8 @@
 One file per state, in the format of `snapshot_file`. A file is written under another name, synchronised
 and renamed, so that what has our ending is whole, whenever the process or the machine stops. Several
 processes may share a folder. A damaged file is a miss with a reason, and is deleted; files of other
-models and layouts are left alone, but count towards the budget, and age like all others.
+models, layouts and versions of the format are left alone, but count towards the budget, and age like all
+others. What does not begin like a stored state is somebody else's, whatever its name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ import numpy.typing as npt
 from pyggml_dflash.errors import SnapshotError, UsageError
 from pyggml_dflash.state.fingerprint import Digest, PrefixHash, token_key
 from pyggml_dflash.state.snapshot import Contents, Tokens
-from pyggml_dflash.state.snapshot_file import SnapshotReader, file_bytes, write_snapshot
+from pyggml_dflash.state.snapshot_file import (
+    MAGIC,
+    NOT_OURS,
+    OTHER_VERSION,
+    SnapshotReader,
+    file_bytes,
+    write_snapshot,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +85,7 @@ class DiskCounters:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file in the folder; key None: of another model or layout."""
+    """A file in the folder; key None: of another model, layout or version of the format."""
 
     path: Path
     n_bytes: int
@@ -104,6 +112,7 @@ class DiskTier(Generic[T]):
         self.folder, self.budget_bytes, self.min_tokens = folder, budget_bytes, min_tokens
         self.counters = DiskCounters()
         self._adopt, self._fingerprint = adopt, fingerprint
+        self._seed = MAGIC + fingerprint  # of keys, so that files of another version have other names
         self._files: dict[str, _File] = {}
         self._by_key: dict[Digest, _File] = {}
         self._seen_ns = -1
@@ -133,7 +142,7 @@ class DiskTier(Generic[T]):
             self._failure(NOT_LISTED, self.folder, str(error))
             return 0
         lengths = sorted({f.n_past for f in self._by_key.values() if above < f.n_past <= len(tokens)})
-        prefix, found, start = PrefixHash(self._fingerprint), 0, 0
+        prefix, found, start = PrefixHash(self._seed), 0, 0
         for n in lengths:
             if prefix.extend(tokens[start:n]) in self._by_key:
                 found = n
@@ -142,7 +151,7 @@ class DiskTier(Generic[T]):
 
     def load(self, tokens: Tokens) -> T:
         """The state of exactly these tokens; `SnapshotError` says why there is none."""
-        file = self._by_key.get(token_key(self._fingerprint, tokens))
+        file = self._by_key.get(token_key(self._seed, tokens))
         if file is None:
             raise SnapshotError(NOT_READ)
         started = time.perf_counter()
@@ -153,7 +162,8 @@ class DiskTier(Generic[T]):
             raise self._failure(NOT_READ, file.path, str(error)) from error
         except SnapshotError as error:
             self._forget(file)
-            _delete(file.path)
+            if error.reason not in (NOT_OURS, OTHER_VERSION):
+                _delete(file.path)
             raise self._failure(error.reason, file.path) from error
         if state is None:
             raise SnapshotError(NO_ROOM)
@@ -177,7 +187,7 @@ class DiskTier(Generic[T]):
         """Keep a copy; False if it was not kept, which `counters` explain. Never raises for a bad disk."""
         contents, started = stored.contents, time.perf_counter()
         assert contents.fingerprint == self._fingerprint
-        key, n_bytes = token_key(self._fingerprint, contents.tokens), file_bytes(contents)
+        key, n_bytes = token_key(self._seed, contents.tokens), file_bytes(contents)
         if contents.n_past < self.min_tokens:
             return self._skip(TOO_SHORT)
         if n_bytes > self.budget_bytes:
@@ -236,17 +246,21 @@ class DiskTier(Generic[T]):
         """Take a file into the index; a damaged one is deleted."""
         try:
             with path.open("rb", buffering=0) as stream:
+                n_bytes = os.fstat(stream.fileno()).st_size
                 reader = SnapshotReader(stream)
         except SnapshotError as error:
-            self._failure(error.reason, path)
-            _delete(path)
+            if error.reason == OTHER_VERSION:
+                self._add(_File(path, n_bytes))
+            elif error.reason != NOT_OURS:
+                self._failure(error.reason, path)
+                _delete(path)
             return
         except OSError as error:
             self._failure(NOT_READ, path, str(error))
             return
         ours = reader.fingerprint == self._fingerprint and path.name.endswith(f"-{reader.n_past}{ENDING}")
         key = _key_in(path.name) if ours else None
-        self._add(_File(path, reader.n_bytes, reader.n_past, key))
+        self._add(_File(path, n_bytes, reader.n_past, key))
 
     def _add(self, file: _File) -> None:
         self._files[file.path.name] = file

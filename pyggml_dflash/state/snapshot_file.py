@@ -28,7 +28,8 @@ from pyggml_dflash.state.strips import Strip
 
 Bytes = npt.NDArray[np.uint8]
 
-MAGIC: Final = b"dfsnap01"
+FAMILY: Final = b"dfsnap"  # begins the files of every version of this format
+MAGIC: Final = FAMILY + b"01"
 START: Final = struct.Struct("<8sII")
 CHECKSUM: Final = struct.Struct("<I")
 MAX_HEADER_BYTES: Final = 16 * 2**20
@@ -36,6 +37,7 @@ MAX_TOKENS: Final = 2**31 - 1
 MAX_FILE_BYTES: Final = 2**50
 
 NOT_OURS: Final = "not a snapshot file"
+OTHER_VERSION: Final = "file of another version of the format"
 CUT_SHORT: Final = "file is cut short"
 WRONG_LENGTH: Final = "file has another length than its header says"
 BAD_HEADER: Final = "header is damaged"
@@ -75,9 +77,12 @@ class SnapshotReader:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        magic, n_header, checksum = START.unpack(self._exactly(START.size))
-        if magic != MAGIC:
+        family = file.read(len(FAMILY))
+        if family != FAMILY:
             raise SnapshotError(NOT_OURS)
+        magic, n_header, checksum = START.unpack(family + self._exactly(START.size - len(FAMILY)))
+        if magic != MAGIC:
+            raise SnapshotError(OTHER_VERSION)
         if n_header > MAX_HEADER_BYTES:
             raise SnapshotError(BAD_HEADER)
         header = self._exactly(n_header)

@@ -35,7 +35,9 @@ from pyggml_dflash.state.snapshot_file import (
     BAD_DATA,
     BAD_HEADER,
     CUT_SHORT,
+    MAGIC,
     NOT_OURS,
+    OTHER_VERSION,
     START,
     WRONG_LENGTH,
     file_bytes,
@@ -138,7 +140,7 @@ def test_the_longest_unused_goes_beyond_the_budget(tmp_path: Path) -> None:
 
 def name_of(seed: int) -> str:
     """The file of `state(seed)`."""
-    return f"{token_key(MARK, state(seed).tokens).hex()}-8.dfsnap"
+    return f"{token_key(MAGIC + MARK, state(seed).tokens).hex()}-8.dfsnap"
 
 
 def test_what_is_not_worth_a_file_is_skipped(tmp_path: Path) -> None:
@@ -166,7 +168,6 @@ def damaged(data: bytes) -> dict[str, tuple[bytes, str]]:
     start, stop = header_of(data)
     tokens, strips = stop, stop + 4 * 8 + 4
     flipped = {
-        "magic": (0, NOT_OURS),
         "header length": (11, BAD_HEADER),
         "header checksum": (12, BAD_HEADER),
         "header": (start + 5, BAD_HEADER),
@@ -177,7 +178,7 @@ def damaged(data: bytes) -> dict[str, tuple[bytes, str]]:
         "last checksum": (len(data) - 1, BAD_DATA),
     }
     found = {name: (bytes(damage_at(bytearray(data), at)), why) for name, (at, why) in flipped.items()}
-    cut = {"nothing": 0, "in the start": 9, "in the header": stop - 1}
+    cut = {"in the magic": 7, "in the start": 9, "in the header": stop - 1}
     found |= {name: (data[:n], CUT_SHORT) for name, n in cut.items()}
     lengths = {"behind the header": stop, "one byte": len(data) - 1}
     found |= {name: (data[:n], WRONG_LENGTH) for name, n in lengths.items()}
@@ -208,6 +209,46 @@ def test_a_damaged_file_is_a_miss_with_a_reason_and_goes(tmp_path: Path, name: s
     assert_same(found, state(2))
     assert tier.save(state(1))
     assert loaded(tier, state(1)) is not None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("data", [b"", b"df", b"\x89PNG" + bytes(SIZE), b"efsnap01" + bytes(SIZE)])
+def test_a_file_that_does_not_begin_like_ours_is_left_alone(tmp_path: Path, data: bytes, when: str) -> None:
+    """Also under one of our names, and in a folder over its budget, which it does not count towards."""
+    tier = tier_in(tmp_path)
+    tier.save(state(1))
+    tier.save(state(2))
+    for path in (tmp_path / name_of(1), tmp_path / "other.dfsnap"):
+        path.write_bytes(data)
+    if when == "before":
+        tier = tier_in(tmp_path, budget=SIZE)
+        assert (tier.n_states, tier.n_bytes) == (1, SIZE)
+    assert loaded(tier, state(1)) is None
+    assert tier.counters.failed == ({} if when == "before" else {NOT_OURS: 1})
+    assert loaded(tier, state(2)) is not None
+    assert (tmp_path / name_of(1)).read_bytes() == (tmp_path / "other.dfsnap").read_bytes() == data
+
+
+@pytest.mark.parametrize("version", [b"00", b"02", b"99"])
+def test_a_file_of_another_version_is_left_alone_until_it_is_the_longest_unused(
+    tmp_path: Path, version: bytes
+) -> None:
+    tier = tier_in(tmp_path)
+    tier.save(state(1))
+    path = tmp_path / name_of(1)
+    data = MAGIC[:-2] + version + path.read_bytes()[len(MAGIC) :]
+    path.write_bytes(data)
+    with pytest.raises(SnapshotError, match=OTHER_VERSION):
+        tier.load(state(1).tokens)
+    os.utime(path, ns=(1, 1))
+    again = tier_in(tmp_path, budget=2 * SIZE)
+    assert (again.n_states, again.n_bytes) == (0, SIZE)
+    assert again.save(state(2))
+    assert path.read_bytes() == data
+    assert again.save(state(3))
+    assert not path.exists()
+    assert (again.n_states, again.counters.n_evicted) == (2, 1)
+    assert not again.counters.failed
 
 
 def with_header(data: bytes, header: bytes) -> bytes:

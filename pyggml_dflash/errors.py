@@ -35,6 +35,16 @@ def human_bytes(n: int) -> str:
     raise AssertionError("unreachable")
 
 
+def cap_text(device: str, n_bytes: int) -> str:
+    """The value of --device-cap that holds a device to so many bytes: in MiB where these are whole."""
+    return f"{device}={n_bytes}B" if n_bytes % 2**20 else f"{device}={n_bytes // 2**20}"
+
+
+def room_on(device: str, cap: int | None) -> str:
+    """What a device has room for, in words; `cap`: bytes that it is held to, if these are what binds."""
+    return f"{device} has free" if cap is None else f"--device-cap {cap_text(device, cap)} leaves"
+
+
 class DflashError(Exception):
     """Base of every error that the package raises on purpose."""
 
@@ -84,11 +94,15 @@ class ContextFitError(DflashError):
         device: str,
         smaller_types: Mapping[str, int] | None = None,
         drafting: bool = False,
+        cap: int | None = None,
+        larger_cap: int | None = None,
     ) -> None:
         """`fits`: the largest context that fits, 0 for none; `smaller_types`: by type of keys and values;
-        `drafting`: a drafter was counted too."""
+        `drafting`: a drafter was counted too; `cap`: what the device is held to, if that binds;
+        `larger_cap`: one that the context fits, if there is one."""
         self.asked, self.fits, self.missing, self.device = asked, fits, missing, device
         self.smaller_types = dict(smaller_types or {})
+        self.cap, self.larger_cap = cap, larger_cap
         would = f"--max-ctx {fits} would fit" if fits else "no context would fit beside the weights"
         if self.smaller_types:
             listed = ", ".join(f"{n} with {name}" for name, n in self.smaller_types.items())
@@ -96,7 +110,9 @@ class ContextFitError(DflashError):
         what = f"context {asked}"
         if drafting:
             what, would = f"{what} with drafting", f"{would}; --spec off needs less"
-        super().__init__(f"{what} needs {human_bytes(missing)} more than {device} has free; {would}")
+        if larger_cap is not None:
+            would += f"; context {asked} needs --device-cap {cap_text(device, larger_cap)}"
+        super().__init__(f"{what} needs {human_bytes(missing)} more than {room_on(device, cap)}; {would}")
 
 
 class ContextOverflowError(DflashError):
@@ -128,9 +144,17 @@ class QueueFullError(DflashError):
 class DeviceMemoryError(DflashError):
     """A device had no room for an allocation; what was allocated before is intact."""
 
-    def __init__(self, *, what: str, wanted: int, free: int | None, device: str) -> None:
-        self.what, self.wanted, self.free, self.device = what, wanted, free, device
+    def __init__(
+        self, *, what: str, wanted: int, free: int | None, device: str, cap: int | None = None
+    ) -> None:
+        """`cap`: what the device is held to, if that binds; `free` is what is left of it then."""
+        self.what, self.wanted, self.free, self.device, self.cap = what, wanted, free, device, cap
         rest = "" if free is None else f", {human_bytes(free)} free"
+        if cap is not None and free is not None:
+            least = cap_text(device, -(-(cap - free + wanted) // 2**20) * 2**20)
+            rest = (
+                f", {human_bytes(free)} left of --device-cap {cap_text(device, cap)}; {least} would do for it"
+            )
         super().__init__(f"{device}: no room for {what} ({human_bytes(wanted)} wanted{rest})")
 
 

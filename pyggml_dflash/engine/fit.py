@@ -22,7 +22,13 @@ from pyggml_dflash.engine.assembly import (
     settle,
 )
 from pyggml_dflash.engine.snapshot_plan import full_state_bytes, reserved_bytes
-from pyggml_dflash.errors import ContextFitError, UnsupportedModelError, UsageError, human_bytes
+from pyggml_dflash.errors import (
+    ContextFitError,
+    UnsupportedModelError,
+    UsageError,
+    human_bytes,
+    room_on,
+)
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.options import KVType, Margin, split_max_ctx
@@ -31,6 +37,7 @@ from pyggml_dflash.plan.context import ContextChoice, ContextFit, Probe, choose_
 from pyggml_dflash.plan.measure import MemoryProbe
 from pyggml_dflash.state.snapshot import LABEL as SNAPSHOTS
 
+CAP_STEP: Final = 2**20  # of a cap that is proposed
 FLOOR_ROWS: Final = 256  # smallest chunk that a context is given up for
 MIN_GPU_HEADROOM: Final = 256 * 2**20  # driver and kernels take memory that no allocator tells
 MIN_HOST_HEADROOM: Final = 512 * 2**20  # work buffers of CPU kernels, graph headers, other programs
@@ -121,7 +128,8 @@ class Planner:
     def _plan(self, settings: Settings) -> ChunkPlan:
         terms, state_bytes = self._terms(settings)
         shares = tuple(
-            self._share(b.name, b.info.kind, terms[b.name], settings) for b in self.blueprint.backends
+            self._share(b.name, terms[b.name], settings, self._ledger.caps.get(b.name))
+            for b in self.blueprint.backends
         )
         tight = binding_share(shares)
         growing = sum(tight.terms.get(label, 0) for label in ("state", "draft cache", "inputs", SNAPSHOTS))
@@ -139,14 +147,16 @@ class Planner:
             shares=shares,
         )
 
-    def _share(self, device: str, kind: str, terms: dict[str, int], settings: Settings) -> DeviceShare:
+    def _share(
+        self, device: str, terms: Mapping[str, int], settings: Settings, cap: int | None
+    ) -> DeviceShare:
         """One device's part. The system drops mapped pages when it needs them, so a context given as a number
         is not refused for them; one that is to be found leaves them in memory."""
         available = self._free[device] + (0 if self.is_auto else mapped_bytes(terms))
-        cap = self._ledger.caps.get(device)
         available = available if cap is None else min(available, cap)
         first = sum(n for label, n in terms.items() if "weights" in label or label == "reserve")
         first += self._slot_bytes(settings.layout, device)
+        kind = next(b.info.kind for b in self.blueprint.backends if b.name == device)
         floor = MIN_GPU_HEADROOM if kind in ("gpu", "rpc") else MIN_HOST_HEADROOM if cap is None else 0
         headroom = self._margin.of(max(0, available - first), floor=min(floor, available // 4))
         return DeviceShare(device=device, available=available, headroom=headroom, terms=terms)
@@ -197,7 +207,29 @@ class Planner:
             device=miss.device,
             smaller_types=self._with_smaller_types(miss.n_ctx),
             drafting=self.blueprint.speculation is not None,
+            cap=self.binding_cap(miss),
+            larger_cap=self._larger_cap(miss),
         )
+
+    def binding_cap(self, miss: ChunkPlan) -> int | None:
+        """The cap of the device that binds; None if the device itself has no more."""
+        cap = self._ledger.caps.get(miss.device)
+        return cap if cap == miss.available else None
+
+    def _larger_cap(self, miss: ChunkPlan) -> int | None:
+        """A cap with which the context fits; None where a cap is not all that is in the way."""
+        cap = self.binding_cap(miss)
+        if cap is None or sum(share.balance < 0 for share in miss.shares) != 1:
+            return None
+        terms = binding_share(miss.shares).terms
+        settings = self.settings(miss.n_ctx, miss.chunk)
+        while True:
+            share = self._share(miss.device, terms, settings, cap)
+            if share.balance >= 0:
+                return cap
+            if share.available < cap:
+                return None
+            cap = -(-share.required // CAP_STEP) * CAP_STEP  # of what is added, the headroom takes a part
 
     def _beside_mapped(self, miss: ChunkPlan) -> int:
         """A context that fits as a number, for which the system may drop mapped weights; 0: none does."""
@@ -265,7 +297,8 @@ def find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Pl
         miss = choice.smallest_miss
         if choice.plan is not None or miss is None:
             return planner, choice
-        reason = f"drafting would take {human_bytes(miss.missing)} more than {miss.device} has free"
+        room = room_on(miss.device, planner.binding_cap(miss))
+        reason = f"drafting would take {human_bytes(miss.missing)} more than {room}"
     except UnsupportedModelError as error:
         reason = str(error)
     plain = planner.without_drafter(reason, stack)

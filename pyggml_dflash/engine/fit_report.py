@@ -14,7 +14,7 @@ from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner
 from pyggml_dflash.engine.kv_overflow import find_fit_with_overflow
 from pyggml_dflash.engine.snapshot_plan import with_snapshots
 from pyggml_dflash.engine.split import as_asked, described
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.errors import UsageError, cap_text
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.plan.chunk import ChunkPlan, DeviceShare
@@ -153,8 +153,7 @@ def _flags(options: EngineOptions, plan: ChunkPlan) -> tuple[str, ...]:
 def _flag(name: str, value: object) -> list[str]:
     """An option that is not at its default as it is written on the command line."""
     if isinstance(value, dict):
-        sizes = {device: f"{n}B" if n % 2**20 else f"{n // 2**20}" for device, n in value.items()}
-        return [word for device, size in sizes.items() for word in ("--device-cap", f"{device}={size}")]
+        return [word for cap in value.items() for word in ("--device-cap", cap_text(*cap))]
     if isinstance(value, tuple):
         value = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
     flag = f"--{name.replace('_', '-')}" if name != "trim_interval" else "--prefill-pool-trim-tokens"

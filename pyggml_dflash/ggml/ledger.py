@@ -52,7 +52,7 @@ class Ledger:
         cap = self.caps.get(device)
         if cap is not None and self.charged(device) + n_bytes > cap:
             free = max(0, cap - self.charged(device))
-            raise DeviceMemoryError(what=label, wanted=n_bytes, free=free, device=device)
+            raise DeviceMemoryError(what=label, wanted=n_bytes, free=free, device=device, cap=cap)
         self._held.setdefault(device, Counter())[label] += n_bytes
         self._peak[device] = max(self.peak(device), self.charged(device))
         return Charge(self, device, label, n_bytes)

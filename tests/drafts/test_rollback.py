@@ -29,8 +29,8 @@ ROUNDING = 1e-5  # of the largest logit; 5e-6 was measured
 MODELS = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
 UPDATES: tuple[StateUpdate, ...] = ("snapshots", "replay")
 GARBAGE = (7, 200, 7, 7, 33, 2, 7)
-# Each row attends on its own, and no product with weights has fewer than two rows: in single precision kernels
-# for several rows sum each of them alike, and only a lone row may have a kernel that does not.
+# Each row attends on its own, and no product with weights has fewer than two rows: in single precision
+# kernels for several rows sum each of them alike, and only a lone row may have a kernel that does not.
 ROW_BY_ROW = Batching(
     mode="padded",
     rows=1,

@@ -21,6 +21,7 @@ from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.fit import Planner
 from pyggml_dflash.engine.loader import Built, build
 from pyggml_dflash.engine.sampling import Sampler
+from pyggml_dflash.errors import cap_text
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.options import EngineOptions, KVType, SamplingOptions, Spec
 from pyggml_dflash.plan.context import step_for
@@ -271,6 +272,43 @@ def test_a_number_that_does_not_fit_is_refused_with_what_would() -> None:
     small = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
     with opened(QWEN35, max_ctx=error.smaller_types["q8_0"], device_cap=mib(5), **small):
         pass
+
+
+@pytest.mark.parametrize("margin", ["10%", "80%", "1MiB"])
+@pytest.mark.parametrize(("max_ctx", "cap"), [(4096, 5), (4096, 0), ("auto", 1.5)])
+def test_a_refusal_under_a_cap_names_it_and_one_that_would_do(
+    max_ctx: int | str, cap: float, margin: str
+) -> None:
+    def at(cap: dict[str, int]) -> Engine:
+        return opened(QWEN35, max_ctx=max_ctx, device_cap=cap, fit_margin=margin)
+
+    with pytest.raises(
+        ContextFitError, match=f" more than --device-cap {cap_text('CPU', mib(cap)['CPU'])} leaves"
+    ):
+        at(mib(cap))
+    with pytest.raises(ContextFitError) as raised:
+        at(mib(cap))
+    error = raised.value
+    assert (error.cap, error.larger_cap is not None) == (mib(cap)["CPU"], True)
+    would_do = error.larger_cap or 0
+    assert str(error).endswith(f"; context {error.asked} needs --device-cap CPU={would_do // 2**20}")
+    with at({"CPU": would_do}) as engine:
+        assert engine.info.n_ctx >= error.asked
+    with pytest.raises(ContextFitError):
+        at({"CPU": would_do - 2**20})
+
+
+def test_where_the_device_itself_has_no_more_no_cap_is_named() -> None:
+    cap, options = 2**50, EngineOptions(model=QWEN35, max_ctx=4096, device="CPU", threads=1)
+    with planner(options, Ledger(caps={"CPU": cap})) as plans:
+        plans._free["CPU"] = 2**20
+        error = plans.refuse(plans.choose())
+    assert (error.cap, error.larger_cap) == (None, None)
+    assert " more than CPU has free" in str(error)
+    with planner(options, Ledger(caps={"CPU": 2**20})) as plans:
+        plans._free["CPU"] = 3 * 2**20
+        error = plans.refuse(plans.choose())
+    assert (error.cap, error.larger_cap) == (2**20, None)
 
 
 @pytest.mark.parametrize("max_ctx", [4096, "auto"])

@@ -131,7 +131,7 @@ def test_a_drafter_that_does_not_fit_is_left_out_and_the_reason_told(
         assert (engine.info.spec, engine.info.draft, engine.info.rollback) == ("off", None, None)
         reason = str(engine.info.spec_reason)
         assert reason.startswith("drafting would take ")
-        assert reason.endswith(" more than CPU has free")
+        assert reason.endswith(f" more than --device-cap CPU={cap['CPU']}B leaves")
         result = engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
         assert not {"draft cache", "draft weights", "speculation record"} & set(engine.memory()["CPU"])
     assert (result.speculation, result.plain_reason) == (None, reason)
@@ -151,7 +151,7 @@ def test_a_drafter_that_is_named_and_does_not_fit_is_refused(
             opened(model, device_cap=cap, **FIXED, **named)
         assert raised.value.exit_code == 4
         assert str(raised.value).startswith("context 1024 with drafting needs ")
-        assert str(raised.value).endswith("; --spec off needs less")
+        assert "; --spec off needs less; context 1024 needs --device-cap CPU=" in str(raised.value)
     with opened(model, spec="off", device_cap=cap, **FIXED) as engine:
         assert engine.info.spec == "off"
 

@@ -51,7 +51,9 @@ def test_a_cap_is_reached_but_not_passed() -> None:
         ledger.charge("CPU", "state", 41)
     error = raised.value
     assert (error.what, error.wanted, error.free, error.device) == ("state", 41, 40, "CPU")
-    assert str(error) == "CPU: no room for state (41 B wanted, 40 B free)"
+    assert str(error) == (
+        "CPU: no room for state (41 B wanted, 40 B left of --device-cap CPU=100B; CPU=1 would do for it)"
+    )
     assert ledger.by_label("CPU") == {"weights": 60}
     assert ledger.peak("CPU") == 60
     ledger.charge("CPU", "state", 40)
@@ -73,7 +75,7 @@ def test_a_cap_below_what_is_held_leaves_nothing_free() -> None:
     ledger.charge("CPU", "weights", 80)
     caps["CPU"] = 50
     assert ledger.free("CPU", 1000) == 0
-    with pytest.raises(DeviceMemoryError, match="0 B free"):
+    with pytest.raises(DeviceMemoryError, match="0 B left of --device-cap"):
         ledger.charge("CPU", "state", 1)
 
 

@@ -33,6 +33,7 @@ class Ours:
         return self._run(command["tokens"], command["n_decode"])
 
     def _open(self, command: Answer) -> Answer:
+        placement = {"expert_device": "CPU"} if command["experts_on_cpu"] else {}
         self._engine = Engine.open(
             command["model"],
             max_ctx=command["n_ctx"],
@@ -45,6 +46,7 @@ class Ours:
             flash_attn=command["flash_attn"],
             repack="auto" if command["repack"] else "off",
             prefix_cache_max_mib=0,  # the same prompt is read again and again
+            **placement,
         )
         info = self._engine.info
         return {"pid": os.getpid(), "device": info.device, "weights": info.weight_bytes}

@@ -18,6 +18,20 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 ALL_LAYERS = 999
 LOG_LEVEL_ERROR = 4
+ROUTED_EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_exps"
+
+
+class Placed(ctypes.Structure):
+    """llama.h's `llama_model_tensor_buft_override`: where tensors go whose names match."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def experts_on_cpu() -> Any:
+    """What `--cpu-moe` of llama.cpp's programs does, ended by an empty entry."""
+    cpu = c.llama_cpp._lib.ggml_backend_cpu_buffer_type
+    cpu.restype = ctypes.c_void_p
+    return (Placed * 2)(Placed(ROUTED_EXPERTS, cpu()), Placed(None, None))
 
 
 @c.llama_log_callback  # type: ignore[untyped-decorator]
@@ -46,6 +60,9 @@ class Peer:
         on_gpu = (command["device"] or "cpu").lower() != "cpu"
         params.n_gpu_layers = ALL_LAYERS if on_gpu else 0
         params.use_extra_bufts = command["repack"]
+        placed = experts_on_cpu()
+        if command["experts_on_cpu"]:
+            params.tensor_buft_overrides = ctypes.addressof(placed)
         model = c.llama_model_load_from_file(command["model"].encode(), params)
         if model is None:
             raise ValueError(f"llama.cpp cannot load {command['model']}")

@@ -38,6 +38,7 @@ class Work:
     flash_attn: str = "auto"  # "on", "off", or what each side takes by itself
     repack: bool = True
     device: str | None = "CPU"  # None: the first GPU, else the CPU
+    experts_on_cpu: bool = False  # the rest on `device`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

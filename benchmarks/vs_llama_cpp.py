@@ -100,6 +100,8 @@ def no_model(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     show_default=True,
     help="Name of ours; the peer uses a GPU unless CPU.  [default: CPU]",
 )
+@click.option("--chunk", default=512, show_default=True, help="Rows of a chunk of the prompt.")
+@click.option("--experts-on-cpu", is_flag=True, help="Routed experts in host memory, the rest on the device.")
 @click.option(
     "--json",
     "json_file",
@@ -118,6 +120,8 @@ def main(
     flash_attn: str,
     repack: str,
     device: str,
+    chunk: int,
+    experts_on_cpu: bool,
     json_file: Any,
 ) -> None:
     """Compare speeds on MODEL, by default the model that ships with the package."""
@@ -126,12 +130,13 @@ def main(
         n_prefill=n_prefill,
         n_decode=n_decode,
         n_ctx=-(-(n_prefill + n_decode + 1) // 256) * 256,
-        chunk=min(512, n_prefill),
+        chunk=min(chunk, n_prefill),
         threads=threads or physical_cores(),
         kv=kv,
         flash_attn=flash_attn,
         repack=repack == "on",
         device=device,
+        experts_on_cpu=experts_on_cpu,
     )
     console = Console(stderr=json_file is not None and json_file.name == "<stdout>")
     backend = "cpu" if device.upper() == "CPU" else "cuda"

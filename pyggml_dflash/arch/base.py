@@ -165,6 +165,15 @@ class Step:
         """True if the last layer has to be computed for every row."""
         return self.key.output == "all" or (self.capture is not None and self.capture.hidden)
 
+    @property
+    def ends_alone(self) -> bool:
+        """True if logits are wanted of the last row of several.
+
+        What leads from the last layer's mixer to them is computed for that row alone, also where all rows
+        are: kernels round one row otherwise than many, and a drafter must not show in the target's choice.
+        """
+        return self.key.output == "last" and self.key.n_tokens > 1
+
 
 State = Mapping[str, Tensor]
 Record = Mapping[str, Tensor]

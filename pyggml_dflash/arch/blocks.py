@@ -320,31 +320,43 @@ def decode(
     """A whole decoder: `mix(layer, x)` mixes tokens and writes state, `feed(w, x)` works row by row.
 
     Both get rows [n_embd, M] that are normalised, and their results are added to the residual stream;
-    `feed_norm` names the norm in front of `feed`. Returns what `Architecture.build` does. Rows that
-    nothing reads are dropped after the last layer's `mix`.
+    `feed_norm` names the norm in front of `feed`. Returns what `Architecture.build` does.
     """
+
+    def behind(layer: int, x: Tensor, h: Tensor) -> Tensor:
+        """The residual behind a layer whose mixer gave h."""
+        w, x = weights.block(layer), g.add(h, x)
+        h = feed(w, norm(g, x, w[f"{feed_norm}.weight"], config.norm_eps))
+        step.show(f"h_ffn{layer}", h)
+        x = g.add(h, x)
+        step.show(f"h_layer{layer}", x)
+        return x
+
+    def final(x: Tensor, h: Tensor) -> Tensor:
+        """What the head reads."""
+        g.follow(weights.block(config.n_layer - 1)["attn_norm.weight"])
+        x = behind(config.n_layer - 1, x, h)
+        g.follow(weights["output_norm.weight"])
+        x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
+        step.show("h_final", x)
+        return x
+
     x = embed(g, weights, step)
     step.show("h_embed", x)
     for i in range(config.n_layer):
-        w, last = weights.block(i), i == config.n_layer - 1
+        w = weights.block(i)
         x = g.sent(x, w["attn_norm.weight"], x.shape[1])
         g.follow(w["attn_norm.weight"])
         step.capture_layer(g, i, x)
         h = mix(i, norm(g, x, w["attn_norm.weight"], config.norm_eps))
-        if last and step.key.output == "none" and not step.needs_all_rows:
-            return None  # the state is written; nothing reads the rest
         step.show(f"h_mixer{i}", h)
-        if last and not step.needs_all_rows:
-            x, h = last_row(g, x, step), last_row(g, h, step)
-        x = g.add(h, x)
-        h = feed(w, norm(g, x, w[f"{feed_norm}.weight"], config.norm_eps))
-        step.show(f"h_ffn{i}", h)
-        x = g.add(h, x)
-        step.show(f"h_layer{i}", x)
-    g.follow(weights["output_norm.weight"])
-    x = norm(g, x, weights["output_norm.weight"], config.norm_eps)
-    step.show("h_final", x)
-    step.capture_hidden(g, x)
-    if step.key.output == "none":
-        return None
-    return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
+        if i < config.n_layer - 1:
+            x = behind(i, x, h)
+    if step.needs_all_rows:
+        rows = final(x, h)
+        step.capture_hidden(g, rows)
+        if not step.ends_alone:
+            return None if step.key.output == "none" else head(g, weights, rows)
+    elif step.key.output == "none":
+        return None  # the state is written; nothing reads the rest
+    return head(g, weights, final(last_row(g, x, step), last_row(g, h, step)))

@@ -87,6 +87,7 @@ def build_graph(
 ) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
     """As `build_forward`, with inputs that `step` makes."""
     max_nodes = model.architecture.max_nodes(model.config, len(key.parts)) + 64
+    max_nodes += max_nodes // model.config.n_layer  # the end of the last layer may be there twice
     max_nodes += max_nodes // 2 if model.paddings else 0
     builder = builder_for(backend, max_nodes, model.paddings)
     try:

@@ -23,14 +23,12 @@ NGRAM_ROWS = "ngram.rows"  # input: the rows of the n-gram table, F32 [width, n_
 def build_trunk(
     g: GraphBuilder, config: Qwen4ExpConfig, weights: LoadedWeights, state: State, step: Step
 ) -> Tensor | None:
-    """Append a forward; see `Architecture.build`.
-
-    Rows that nothing reads are dropped after the last token mixer.
-    """
+    """Append a forward; see `Architecture.build`."""
     x = embed(g, weights, step)
     step.show("h_embed", x)
     residual = spread(g, config, x)
     index, parts = index_step(g, config, step), index_parts(g, config, step)
+    last = config.n_layer - 1
     for i in range(config.n_layer):
         residual = g.sent(residual, weights[f"blk.{i}.hc_attn_norm.weight"], step.key.n_tokens)
         g.follow(weights[f"blk.{i}.hc_attn_norm.weight"])
@@ -38,19 +36,28 @@ def build_trunk(
             residual = _add_ngrams(g, config, config.ngram, weights, state, step, residual)
         mixed = mix(g, mixer_weights(weights, f"blk.{i}.hc_attn_"), config, residual)
         y = _token_mixer(g, config, weights, i, mixed.x, state, step, index, parts)
-        if i == config.n_layer - 1 and not step.needs_all_rows:
-            if step.key.output == "none":
-                return None  # the state is written; nothing reads the rest
-            mixed, y = mixed.only(g, step), last_row(g, y, step)
         step.show(f"h_mixer{i}", y)
-        residual = layer_end(g, config, weights, i, mixed, y, step)
-    step.capture_hidden(g, g.reshape(residual, config.hidden_width, residual.shape[2]))
-    if step.key.output == "none":
-        return None
+        if i < last:
+            residual = layer_end(g, config, weights, i, mixed, y, step)
+    if step.needs_all_rows:
+        residual = layer_end(g, config, weights, last, mixed, y, step)
+        step.capture_hidden(g, g.reshape(residual, config.hidden_width, residual.shape[2]))
+        if not step.ends_alone:
+            return None if step.key.output == "none" else _logits(g, config, weights, residual, step)
+    elif step.key.output == "none":
+        return None  # the state is written; nothing reads the rest
+    residual = layer_end(g, config, weights, last, mixed.only(g, step), last_row(g, y, step), step)
+    return _logits(g, config, weights, residual, step)
+
+
+def _logits(
+    g: GraphBuilder, config: Qwen4ExpConfig, weights: LoadedWeights, residual: Tensor, step: Step
+) -> Tensor:
+    """Those [n_vocab, rows] of the residual behind the last layer."""
     g.follow(weights["output_hc_norm.weight"])
     x = mix(g, mixer_weights(weights, "output_hc_"), config, residual).x
     step.show("h_final", x)
-    return head(g, weights, last_row(g, x, step) if step.needs_all_rows else x)
+    return head(g, weights, x)
 
 
 def layer_specs(file: TensorFile, layer: int, config: Qwen4ExpConfig, *, recurrent: bool) -> list[TensorSpec]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import pytest
 from pyggml_dflash.engine.core import DRAFTER_TAKEN
 from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.loader import load
-from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.engine.speculate import BESIDE_OTHERS
-from pyggml_dflash.options import Auto, EngineOptions, SamplingOptions
-from pyggml_dflash.requests import GenerationRequest, GenerationResult
+from pyggml_dflash.options import Auto, EngineOptions
+from tests.engine.arrivals import Arrival, assert_alone_is_together, every_order, seen, serve, short_and_long
 from tests.engine.served import Reader, answered
 from tests.engine.tiny import prompt
 from tests.reference.stored import model_file
@@ -25,9 +23,6 @@ from tests.reference.stored import model_file
 FAMILIES = ("qwen35-tiny", "qwen35moe-tiny", "qwen4exp-tiny")
 CHUNK = 32
 N_SLOTS = 4
-
-# Turns at which the requests of an order arrive: together, one by one, and when the first are over.
-ARRIVALS = ((0, 0, 0, 0), (0, 2, 5, 9), (0, 0, 14, 14), (0, 1, 30, 31))
 
 
 def options(model: Path, **more: Any) -> EngineOptions:
@@ -59,79 +54,19 @@ def loaded(request: pytest.FixtureRequest, model: Path) -> Iterator[Loaded]:
         yield found
 
 
-def four(n_tokens: int = 12) -> list[GenerationRequest]:
-    """Short prompts, a long one, penalties and a seed."""
-    sampling = [
-        {},
-        {"temperature": 0.9, "seed": 4, "top_k": 40},
-        {},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
-    ]
-    return [
-        GenerationRequest(
-            tokens=tuple(prompt(n, seed=n)),
-            max_tokens=n_tokens + i,
-            sampling=SamplingOptions(**kind),  # type: ignore[arg-type]
-            ignore_eos=True,
-            logprobs=1 if i == 0 else None,
-        )
-        for i, (n, kind) in enumerate(zip((9, 40, 170, 33), sampling, strict=True))
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request, and the turn before which it comes."""
-
-    turn: int
-    reader: Reader
-
-
-def serve(loaded: Loaded, arrivals: Sequence[Arrival], *, most_turns: int = 10_000) -> Serving:
-    """Answer them, one step per turn."""
-    serving = Serving(loaded, lambda: True)
-    for turn in range(most_turns):
-        for arrival in arrivals:
-            if arrival.turn == turn:
-                serving.add(arrival.reader)
-        if turn > max(arrival.turn for arrival in arrivals) and serving.is_idle:
-            return serving
-        serving.turn()
-    raise AssertionError("never over")
-
-
-def seen(result: GenerationResult) -> Mapping[str, object]:
-    """What a caller sees of an answer, but for how it came about."""
-    names = ("tokens", "text", "finish_reason", "stop", "seed")
-    usage = replace(result.usage, cached_tokens=0)
-    return {"usage": usage, **{name: getattr(result, name) for name in names}}
-
-
-def compare(loaded: Loaded, *, every_time: bool) -> None:
-    """Four requests in every order of arrival, at every set of times or at each in turn."""
-    requests = four()
-    alone = [seen(answered(loaded, request)) for request in requests]
-    assert len({str(answer) for answer in alone}) == len(requests)
-    for i, order in enumerate(itertools.permutations(range(4))):
-        for turns in ARRIVALS if every_time else (ARRIVALS[i % len(ARRIVALS)],):
-            readers = [Reader(request) for request in requests]
-            serve(loaded, [Arrival(turn, readers[k]) for k, turn in zip(order, turns, strict=True)])
-            assert [seen(reader.result()) for reader in readers] == alone, (order, turns)
-
-
 def test_answers_do_not_depend_on_who_else_is_answered(loaded: Loaded) -> None:
-    compare(loaded, every_time=False)
+    assert_alone_is_together(loaded, short_and_long(), every_order(every_time=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 2, 5, "auto"])
 def test_answers_do_not_depend_on_when_others_are_answered(model: Path, width: int | Auto | None) -> None:
     with loaded_with(model, width) as loaded:
-        compare(loaded, every_time=True)
+        assert_alone_is_together(loaded, short_and_long(), every_order(every_time=True))
 
 
 def test_more_requests_than_slots_are_answered_in_order(loaded: Loaded) -> None:
-    requests = [replace(four(5)[0], tokens=tuple(prompt(8 + i, seed=i))) for i in range(11)]
+    requests = [replace(short_and_long(5)[0], tokens=tuple(prompt(8 + i, seed=i))) for i in range(11)]
     alone = [seen(answered(loaded, request)) for request in requests]
     readers = [Reader(request) for request in requests]
     serve(loaded, [Arrival(0, reader) for reader in readers])
@@ -142,7 +77,7 @@ def test_more_requests_than_slots_are_answered_in_order(loaded: Loaded) -> None:
 
 def test_the_drafter_is_handed_over_and_the_text_stays(loaded: Loaded) -> None:
     """Alone, joined, alone again: drafted, plain beside the other, and drafted again."""
-    first, second = four(60)[0], replace(four(6)[3], tokens=tuple(prompt(20, seed=5)))
+    first, second = short_and_long(60)[0], replace(short_and_long(6)[3], tokens=tuple(prompt(20, seed=5)))
     alone = [seen(answered(loaded, request)) for request in (first, second)]
     readers = [Reader(first), Reader(second)]
     serve(loaded, [Arrival(0, readers[0]), Arrival(6, readers[1])])

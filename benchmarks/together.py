@@ -6,7 +6,8 @@
 
 The first form answers short prompts one after another and then all at once, in turns, and compares the
 texts. `--long` sends one long prompt with short ones beside it and samples the device's free memory.
-`--resend` sends a prompt, then the same with another end: what the engine still has need not be computed.
+`--resend` sends a prompt, then the same, one with another end, and one that goes on: what the engine still
+has need not be computed. Where the vocabulary has the markers of ChatML, a conversation is sent as well.
 """
 
 from __future__ import annotations
@@ -127,20 +128,46 @@ def long_beside_short(engine: Engine, n_slots: int, n_long: int, device: str | N
     }
 
 
+def conversation(engine: Engine, prompt: list[int]) -> list[int] | None:
+    """A prompt of the same length whose tokens are those of four turns; None without markers for them."""
+    start, end = (engine.tokenize(m, add_special=False) for m in ("<|im_start|>", "<|im_end|>"))
+    if len(start) != 1 or len(end) != 1:
+        return None
+    line = engine.tokenize("\n", add_special=False)
+    head, n = [*start, 0, *line], len(prompt)
+    ends = [n // 8, n // 2, n - n // 16, n - len(head)]  # the newest turn has a sixteenth
+    turns = []
+    for first, last in zip([0, *ends], ends, strict=False):
+        body = prompt[first + len(head) : last - len(end) - len(line)]
+        turns += [*head, *body, *end, *line]
+    return [*turns, *head]
+
+
 def resend(engine: Engine, n_tokens: int) -> dict[str, Any]:
-    """A prompt, and the same with another end; and what the second would have been without the first."""
-    (prompt,), (tail,) = prompts(engine, 1, n_tokens), prompts(engine, 1, TAIL)
-    again = [*prompt[:-TAIL], *reversed(tail)]
-    cold = engine.generate(prompt, max_tokens=8, ignore_eos=True)
-    same = engine.generate(prompt, max_tokens=8, ignore_eos=True)
-    other = engine.generate(again, max_tokens=8, ignore_eos=True)
+    """What a prompt costs, raw and as a conversation, when it is sent again."""
+    (prompt,) = prompts(engine, 1, n_tokens)
+    turn = [
+        *engine.tokenize("<|im_start|>", add_special=False),
+        *engine.tokenize("<|im_end|>", add_special=False),
+    ]
+    prompt = [0 if token in turn else token for token in prompt]
+    kinds = {"raw": prompt, "turns": conversation(engine, prompt)}
+    return {"n_tokens": n_tokens, **{k: sent_again(engine, text) for k, text in kinds.items() if text}}
+
+
+def sent_again(engine: Engine, prompt: list[int]) -> dict[str, Any]:
+    """Seconds for a prompt, the same, one with another end and one that goes on; what was cached of them."""
+    engine.snapshots.clear()
+    (tail,) = prompts(engine, 1, TAIL)
+    asked = {"cold": prompt, "same": prompt, "other_end": [*prompt[:-TAIL], *reversed(tail)]}
+    asked["longer"] = [*prompt, *tail]
+    found = {name: engine.generate(text, max_tokens=8, ignore_eos=True) for name, text in asked.items()}
+    seconds = {name: result.timings.prefill_s for name, result in found.items()}
     return {
-        "n_tokens": n_tokens,
-        "cold_s": round(cold.timings.prefill_s, 4),
-        "same_s": round(same.timings.prefill_s, 4),
-        "other_end_s": round(other.timings.prefill_s, 4),
-        "cached": [same.usage.cached_tokens, other.usage.cached_tokens],
-        "identical": same.tokens == cold.tokens,
+        "seconds": {name: round(s, 4) for name, s in seconds.items()},
+        "percent": {name: round(100 * s / seconds["cold"], 2) for name, s in seconds.items()},
+        "rows": {name: len(asked[name]) - result.usage.cached_tokens for name, result in found.items()},
+        "identical": found["same"].tokens == found["cold"].tokens,
     }
 
 

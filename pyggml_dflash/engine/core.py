@@ -42,7 +42,7 @@ from pyggml_dflash.engine.width import VerifyWidth
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.config import MoeConfig
 from pyggml_dflash.requests import EngineStats, SlotInfo
-from pyggml_dflash.state.cuts import prompt_ends
+from pyggml_dflash.state.cuts import PromptEnds, prompt_ends
 from pyggml_dflash.state.slot import Slot, SlotTable
 
 LOG: Final = logging.getLogger(__name__)
@@ -117,20 +117,21 @@ class EngineCore:
         slot = self.slots[id]
         slot.reset()
         rows = self._rows_of(admission)
-        seat = Seat(slot, admission, prompt_ends(len(admission.tokens), admission.boundaries, rows))
+        ends = prompt_ends(len(admission.tokens), admission.boundaries, rows)
+        seat = Seat(slot, admission, ends.all)
         if admission.drafts and self._drafter is not None:
             if any(other is not None and other.drafts for other in self._seats):
                 seat.plain_reason = DRAFTER_TAKEN
             else:
                 seat.drafts = True
         if admission.reuses and self.reuse is not None:
-            self._continue(seat, self.reuse)
+            self._continue(seat, ends, self.reuse)
         seat.n_read = seat.n_cached = slot.n_past
         self._seats[id] = seat
         self.trims.begin(slot.n_past, len(admission.tokens), slot=id)
         return id
 
-    def _continue(self, seat: Seat, reuse: Reuse) -> None:
+    def _continue(self, seat: Seat, ends: PromptEnds, reuse: Reuse) -> None:
         """Have the slot hold what is stored of the prompt, and the drafter, if it follows, know of it."""
         admission, slot, companion = seat.admission, seat.slot, self._backlog if seat.drafts else None
         try:
@@ -138,7 +139,7 @@ class EngineCore:
                 slot,
                 admission.tokens,
                 boundaries=admission.boundaries,
-                ends=seat.ends,
+                ends=ends,
                 keep_head=admission.keep_head,
                 companion=companion,
             )

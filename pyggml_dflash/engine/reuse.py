@@ -20,7 +20,7 @@ from pyggml_dflash.errors import DflashError, SnapshotError
 from pyggml_dflash.ggml.device import Backend, devices
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.requests import FolderStats, SnapshotStats, StoredPrefix
-from pyggml_dflash.state.cuts import MIN_CUT, capture_points
+from pyggml_dflash.state.cuts import MIN_CUT, PromptEnds, capture_points
 from pyggml_dflash.state.disk_tier import DiskTier
 from pyggml_dflash.state.eviction import Limits
 from pyggml_dflash.state.fingerprint import Digest
@@ -50,6 +50,7 @@ class Continued:
 
     tokens: Tokens
     match: Match
+    own: int = 0  # where it alone has an end
     points: dict[int, bool] = field(default_factory=dict)  # position -> kept longer than others
 
 
@@ -137,7 +138,7 @@ class Reuse:
         tokens: Sequence[int],
         *,
         boundaries: Sequence[int],
-        ends: Sequence[int],
+        ends: PromptEnds,
         keep_head: bool = False,
         companion: Companion | None = None,
     ) -> Continued:
@@ -149,7 +150,7 @@ class Reuse:
         ids = np.array(tokens, np.int32)
         if companion is not None:
             companion.forget()
-        match = self.cache.reuse(ids, lambda snapshot: self._restore(slot, snapshot, companion))
+        match = self.cache.reuse(ids, lambda found: self._restore(slot, found, companion), own=ends.own)
         assert slot.n_past == match.n_reused < len(ids)
         points = capture_points(
             len(ids),
@@ -160,7 +161,7 @@ class Reuse:
             has_tools=keep_head,
             chunk=self._chunk,
         )
-        return Continued(ids, match, {point.position: point.protect for point in points})
+        return Continued(ids, match, ends.own, {point.position: point.protect for point in points})
 
     def _restore(self, slot: Slot, snapshot: Snapshot, companion: Companion | None) -> None:
         try:
@@ -187,7 +188,12 @@ class Reuse:
         n_past, memory = slot.n_past, self.store.memory
         n_bytes = self.store.estimate(n_past, companion)
         ticket = self.cache.reserve(
-            prompt.tokens, n_past, n_bytes, n_restored=prompt.match.n_reused, protect=protect
+            prompt.tokens,
+            n_past,
+            n_bytes,
+            n_restored=prompt.match.n_reused,
+            protect=protect,
+            own=n_past == prompt.own,
         )
         if ticket is None:
             return

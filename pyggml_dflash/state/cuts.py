@@ -3,6 +3,11 @@
 Ends depend on the prompt alone, never on what is stored: a run that continues a stored state then has the
 same forwards as a cold one, and the same text. A prompt that goes on has all ends of its beginning but
 the last, so a state that one request stored lies where a forward of the next one ends.
+
+But a long prompt whose last forward would be long has one end more, its own, shortly before its end: sent
+again it runs no more than what is behind. A prompt that goes on does not have that end, so a state from there
+is continued by prompts alone that have the same own end: this one, and others that part from it behind there
+and are about as long.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ MAX_BOUNDARIES: Final = 8192
 LONG_TAIL: Final = 4096
 SHORT_HEAD: Final = 2048
 CHUNK: Final = 512
+LONG: Final = 4096  # tokens of a prompt to which one forward more makes little difference
+LAST: Final = 64  # fewest tokens behind its own end: with F16 caches CPUs take longer for fewer (ggml 0.25.3)
 
 # What begins a turn and what ends one, by family of templates; no end: every beginning is a boundary.
 _FAMILIES: Final[tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = (
@@ -91,9 +98,38 @@ def forward_ends(n_tokens: int, cuts: Sequence[int], limit: int) -> list[int]:
     return ends
 
 
-def prompt_ends(n_tokens: int, boundaries: Sequence[int], limit: int) -> list[int]:
+def own_end(n_tokens: int, ends: Sequence[int]) -> int:
+    """Where a long prompt has an end of its own, if its forwards end at `ends` else; 0: it has none.
+
+    At most a 50th of the prompt lies behind, and at least `LAST` tokens. It is a whole number of steps behind
+    the end before, so that prompts of nearly the same length have the same.
+    """
+    if n_tokens < LONG:
+        return 0
+    start = ends[-2] if len(ends) > 1 else 0
+    step = 1 << (n_tokens // 256).bit_length() - 1
+    n_steps = (n_tokens - start - LAST) // step
+    return start + n_steps * step if n_steps > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEnds:
+    """Where the forwards of a prompt end, ascending; `own` is the one of these that is its own, or 0."""
+
+    all: tuple[int, ...]
+    own: int = 0
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Those that a prompt that goes on has too, and the end of this one."""
+        return tuple(end for end in self.all if end != self.own) if self.own else self.all
+
+
+def prompt_ends(n_tokens: int, boundaries: Sequence[int], limit: int) -> PromptEnds:
     """Where the forwards of a prompt end, each of at most `limit` tokens, if turns begin at `boundaries`."""
-    return forward_ends(n_tokens, cut_points(n_tokens, boundaries), limit)
+    ends = forward_ends(n_tokens, cut_points(n_tokens, boundaries), limit)
+    own = own_end(n_tokens, ends)
+    return PromptEnds((*ends[:-1], own, n_tokens) if own else tuple(ends), own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +143,7 @@ class CapturePoint:
 def capture_points(
     n_tokens: int,
     boundaries: Sequence[int],
-    ends: Sequence[int],
+    ends: PromptEnds,
     *,
     n_restored: int,
     n_common: int = 0,
@@ -117,28 +153,34 @@ def capture_points(
     """Which of the `ends` behind `n_restored` are worth a state, ascending; most prompts have one or two.
 
     The boundary before the newest turn, where the next request may part if that turn is edited; the last
-    one, if the newest turn is longer than a `chunk`; with tools the head that every conversation shares;
-    and where the prompt leaves what is stored (`n_common`), since another one may do so too. Without
-    turns, the last one before the end.
+    one, if the newest turn is longer than a `chunk` or, in a long prompt, than a 64th of it; with tools the
+    head that every conversation shares; and where the prompt leaves what is stored (`n_common`), since
+    another one may do so too. The last one before the end, where that is more than a `chunk` behind the last
+    boundary, or there is none. And the prompt's own.
     """
     wanted: dict[int, bool] = {}
+    shared = ends.shared
 
     def want(position: int, protect: bool = False) -> None:
-        i = bisect_right(ends, min(position, n_tokens - 1))  # rounded down to where a forward ends
-        if i and ends[i - 1] > n_restored:
-            wanted[ends[i - 1]] = wanted.get(ends[i - 1], False) or protect
+        i = bisect_right(shared, min(position, n_tokens - 1))  # rounded down to where a forward ends
+        if i and shared[i - 1] > n_restored:
+            wanted[shared[i - 1]] = wanted.get(shared[i - 1], False) or protect
 
     inside = [b for b in boundaries if b < n_tokens]
     if inside:
         before, last = inside[-2:] if len(inside) > 1 else (inside[-1], inside[-1])
         if n_tokens - before < LONG_TAIL or before > SHORT_HEAD:
             want(before)
-        if n_tokens - before >= LONG_TAIL or last - before > chunk:
+        few = chunk if n_tokens < LONG else min(chunk, n_tokens // 64)
+        if n_tokens - before >= LONG_TAIL or last - before > few:
             want(last)
-    else:
+    if not inside or n_tokens - inside[-1] > chunk:
         want(n_tokens)
     if inside and has_tools:
         want(inside[0], protect=True)
     if n_common > n_restored:
         want(n_common)
-    return [CapturePoint(position=end, protect=wanted[end]) for end in sorted(wanted)]
+    points = [CapturePoint(position=end, protect=wanted[end]) for end in sorted(wanted)]
+    if ends.own > n_restored:
+        points.append(CapturePoint(position=ends.own))
+    return points

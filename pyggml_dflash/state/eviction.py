@@ -38,6 +38,10 @@ class Candidate(Protocol):
     def pinned(self) -> bool:
         """True while somebody reads it."""
 
+    @property
+    def own(self) -> bool:
+        """True if texts that go on do not continue it, see `cuts`."""
+
 
 C = TypeVar("C", bound=Candidate)
 
@@ -69,11 +73,19 @@ def continues(text: Tokens, prefix: Tokens) -> bool:
     return n < len(text) and (n == 0 or text[n - 1] == prefix[-1]) and common_prefix(text, prefix) == n
 
 
-def superseded(stored: Sequence[C], new: Tokens) -> list[C]:
-    """Those that `new` continues, but for the shallowest of them and those that are protected or pinned."""
+def superseded(stored: Sequence[C], new: Tokens, *, own: bool = False) -> list[C]:
+    """Those that `new` continues, but for the shallowest of them and those that are protected or pinned.
+
+    What is `own` serves its text alone: as the new one it takes the place of others that are so only, as a
+    stored one it goes in any case.
+    """
     ancestors = [entry for entry in stored if continues(new, entry.tokens)]
-    shallowest = min((len(entry.tokens) for entry in ancestors), default=0)
-    return [e for e in ancestors if len(e.tokens) > shallowest and not e.protected and not e.pinned]
+    gone = [entry for entry in ancestors if entry.own]
+    if not own:
+        heads = [entry for entry in ancestors if not entry.own]
+        shallowest = min((len(entry.tokens) for entry in heads), default=0)
+        gone += [entry for entry in heads if len(entry.tokens) > shallowest]
+    return [entry for entry in gone if not entry.protected and not entry.pinned]
 
 
 def choose_by_count(stored: Sequence[C], source: C | None = None) -> C | None:
@@ -109,13 +121,19 @@ def choose_by_bytes(stored: Sequence[C], excess: int, source: C | None = None) -
 
 
 def make_room(
-    stored: Sequence[C], new: Tokens, n_bytes: int, limits: Limits, source: C | None = None
+    stored: Sequence[C],
+    new: Tokens,
+    n_bytes: int,
+    limits: Limits,
+    source: C | None = None,
+    *,
+    own: bool = False,
 ) -> list[C] | None:
     """Who has to go, beside those superseded, for a new entry of `n_bytes`; None if it cannot be stored.
 
     `stored` is in order of use, oldest first; `source` is what the new entry was continued from.
     """
-    gone = {id(entry) for entry in superseded(stored, new)}
+    gone = {id(entry) for entry in superseded(stored, new, own=own)}
     rest = [entry for entry in stored if id(entry) not in gone]
     if source is not None and id(source) in gone:
         source = None

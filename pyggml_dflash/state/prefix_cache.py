@@ -40,6 +40,7 @@ TAKEN: Final = "another capture is under way"
 NOT_LONGER: Final = "nothing beyond what was restored"
 KNOWN: Final = "stored already"
 NO_ROOM: Final = "no room within the limits"
+OWN: Final = b"own"  # in keys
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,7 @@ class Entry(Generic[S]):
     stored: S
     key: Digest
     protected: bool = False
+    own: bool = False  # continued by prompts alone that have the same own end
     saved: bool = False  # the lower tier has it
     n_pins: int = 0
 
@@ -96,19 +98,22 @@ class PrefixCache(Generic[S]):
         """Memory of everything stored."""
         return sum(entry.n_bytes for entry in self._entries.values())
 
-    def find(self, tokens: Sequence[int] | Tokens) -> Match:
-        """The longest stored prefix that leaves a token to run; nothing is counted or changed."""
-        ids = np.asarray(tokens, np.int32)
-        return self._find(ids, len(ids) - 1)[0]
+    def find(self, tokens: Sequence[int] | Tokens, *, own: int = 0) -> Match:
+        """The longest stored prefix that leaves a token to run; nothing is counted or changed.
 
-    def _find(self, tokens: Tokens, most_lower: int) -> tuple[Match, Entry[S] | None]:
+        `own`: where forwards of this prompt have an end that is its own, see `cuts`.
+        """
+        ids = np.asarray(tokens, np.int32)
+        return self._find(ids, len(ids) - 1, own)[0]
+
+    def _find(self, tokens: Tokens, most_lower: int, own: int) -> tuple[Match, Entry[S] | None]:
         """`most_lower`: the longest prefix that the lower tier is asked for."""
         best: Entry[S] | None = None
         n_common = n_best = 0
         for entry in self._entries.values():
             n = common_prefix(entry.tokens, tokens)
             n_common = max(n_common, n)
-            if n_best < n == len(entry.tokens) < len(tokens):
+            if n_best < n == len(entry.tokens) < len(tokens) and (not entry.own or n == own):
                 best, n_best = entry, n
         n_lower = 0 if self._lower is None else self._lower.longest(tokens[:most_lower], n_best)
         n_reused = max(n_best, n_lower)
@@ -130,16 +135,17 @@ class PrefixCache(Generic[S]):
             return "end of what is stored"
         return "no snapshot between" if n_common else "differs"
 
-    def reuse(self, tokens: Sequence[int] | Tokens, restore: Callable[[S], None]) -> Match:
+    def reuse(self, tokens: Sequence[int] | Tokens, restore: Callable[[S], None], *, own: int = 0) -> Match:
         """Have `restore` put the longest usable stored prefix into a slot; what became of it.
 
-        A state for which it raises `SnapshotError` is dropped and the next shorter one is tried.
+        A state for which it raises `SnapshotError` is dropped and the next shorter one is tried. `own` as in
+        `find`.
         """
         ids = np.asarray(tokens, np.int32)
         most_lower = len(ids) - 1
         self.counters.n_prompt += len(ids)
         while True:
-            match, entry = self._find(ids, most_lower)
+            match, entry = self._find(ids, most_lower, own)
             if match.tier is None:
                 self.counters.misses[match.stop] += 1
                 return match
@@ -178,20 +184,22 @@ class PrefixCache(Generic[S]):
         *,
         n_restored: int = 0,
         protect: bool = False,
+        own: bool = False,
     ) -> Ticket[S] | None:
         """Plan to store the state of the first `cut` tokens, which will take `n_bytes`; None: do not capture.
 
-        `n_restored`: the prefix that the run was continued from. `counters.skipped` tells the reasons.
+        `n_restored`: the prefix that the run was continued from. `own`: the cut is the prompt's own; what is
+        stored there does not go to the lower tier. `counters.skipped` tells the reasons.
         """
         ids = np.array(tokens, np.int32)[:cut]
         assert len(ids) == cut > 0
-        reason = self._refusal(ids, n_restored)
+        reason = self._refusal(ids, n_restored, own)
         source = self._at(ids[:n_restored])
-        victims = None if reason else make_room(self.entries, ids, n_bytes, self.limits, source)
+        victims = None if reason else make_room(self.entries, ids, n_bytes, self.limits, source, own=own)
         if victims is None:
             self.counters.skipped[reason or NO_ROOM] += 1
             return None
-        ticket = Ticket(self, ids, source, victims, protect=protect)
+        ticket = Ticket(self, ids, source, victims, protect=protect, own=own)
         self._open = weakref.ref(ticket)  # a ticket that is lost is as good as cancelled
         return ticket
 
@@ -200,13 +208,13 @@ class PrefixCache(Generic[S]):
         """The open ticket."""
         return None if self._open is None else self._open()
 
-    def _refusal(self, tokens: Tokens, n_restored: int) -> str:
+    def _refusal(self, tokens: Tokens, n_restored: int, own: bool) -> str:
         """Why a state of `tokens` is not worth capturing now; '' if it is."""
         if self.reserved is not None:
             return TAKEN
         if len(tokens) <= n_restored:
             return NOT_LONGER
-        return "" if self._at(tokens) is None else KNOWN
+        return "" if self._at(tokens, own) is None else KNOWN
 
     @contextmanager
     def pin(self, tokens: Sequence[int] | Tokens) -> Iterator[S | None]:
@@ -225,15 +233,15 @@ class PrefixCache(Generic[S]):
 
     def _insert(self, entry: Entry[S], source: Entry[S] | None = None) -> bool:
         """Take ownership; False if there is no room, the state is closed then."""
-        known = self._at(entry.tokens)
+        known = self._at(entry.tokens, entry.own)
         others = [other for other in self._entries.values() if other is not known]
-        victims = make_room(others, entry.tokens, entry.n_bytes, self.limits, source)
+        victims = make_room(others, entry.tokens, entry.n_bytes, self.limits, source, own=entry.own)
         if victims is None:
             entry.stored.close()
             return False
         if known is not None:
             entry.protected |= known.protected
-        for old in superseded(others, entry.tokens):
+        for old in superseded(others, entry.tokens, own=entry.own):
             self._drop(old)
             self.counters.n_superseded += 1
         for old in victims:
@@ -264,7 +272,9 @@ class PrefixCache(Generic[S]):
         self.counters.n_evicted += 1
 
     def _save(self, entry: Entry[S]) -> None:
-        if self._lower is not None and not entry.saved and self._lower.save(entry.stored):
+        if self._lower is None or entry.saved or entry.own:
+            return
+        if self._lower.save(entry.stored):
             entry.saved = True
             self.counters.n_saved += 1
 
@@ -289,19 +299,19 @@ class PrefixCache(Generic[S]):
         if not entry.pinned:
             entry.stored.close()
 
-    def _at(self, tokens: Tokens) -> Entry[S] | None:
+    def _at(self, tokens: Tokens, own: bool = False) -> Entry[S] | None:
         """The entry of exactly these tokens."""
-        entry = self._entries.get(self._key(tokens))
+        entry = self._entries.get(self._key(tokens, own))
         return entry if entry is not None and np.array_equal(entry.tokens, tokens) else None
 
-    def _key(self, tokens: Tokens) -> Digest:
-        return token_key(self._fingerprint, tokens)
+    def _key(self, tokens: Tokens, own: bool = False) -> Digest:
+        return token_key(self._fingerprint + OWN if own else self._fingerprint, tokens)
 
 
 class Ticket(Generic[S]):
     """Room for one state to come. Ends with the first of its methods that is called, or when it is lost."""
 
-    __slots__ = ("__weakref__", "_cache", "_protect", "_source", "tokens", "victims")
+    __slots__ = ("__weakref__", "_cache", "_own", "_protect", "_source", "tokens", "victims")
 
     def __init__(
         self,
@@ -311,8 +321,10 @@ class Ticket(Generic[S]):
         victims: list[Entry[S]],
         *,
         protect: bool,
+        own: bool,
     ) -> None:
-        self._cache, self.tokens, self._source, self._protect = cache, tokens, source, protect
+        self._cache, self.tokens, self._source = cache, tokens, source
+        self._protect, self._own = protect, own
         self.victims = victims  # who would go now; `commit` looks again
 
     @property
@@ -339,7 +351,8 @@ class Ticket(Generic[S]):
             source in self._cache.entries and continues(stored.tokens, source.tokens)
         ):
             source = None
-        entry = Entry(stored, self._cache._key(stored.tokens), self._protect)
+        own = self._own and len(stored.tokens) == self.cut
+        entry = Entry(stored, self._cache._key(stored.tokens, own), self._protect, own)
         if not self._cache._insert(entry, source):
             counters.skipped[NO_ROOM] += 1
             return False
@@ -350,7 +363,7 @@ class Ticket(Generic[S]):
         """Let go now of those who have to, one after the other, until there is room: for memory that cannot
         hold them beside their successor."""
         cache = self._cache
-        for entry in superseded(cache.entries, self.tokens):
+        for entry in superseded(cache.entries, self.tokens, own=self._own):
             if has_room():
                 return
             cache._drop(entry)

@@ -191,7 +191,7 @@ class StepContract:
         self, engine: StepEngine, n: int
     ) -> None:
         engine.admit(self.asked(n))
-        for end in prompt_ends(n, (), GRANULE):
+        for end in prompt_ends(n, (), GRANULE).all:
             assert engine.phases[0] == "prefill"
             report = engine.step(StepPlan(prefill=(0,)))
             granule = report.completed[0] if end == n else report.advanced[0]

@@ -15,7 +15,8 @@ from pyggml_dflash import Engine, GenerationResult
 from pyggml_dflash.arch import ARCHITECTURES
 from pyggml_dflash.engine import reuse
 from pyggml_dflash.options import KV_TYPES, KVType
-from pyggml_dflash.state.cuts import CapturePoint
+from pyggml_dflash.state import cuts
+from pyggml_dflash.state.cuts import CapturePoint, PromptEnds
 from tests.engine.tiny import opened
 from tests.tiny import Tiny, tokens, write_tiny
 
@@ -95,8 +96,8 @@ def test_a_state_of_every_cut_is_continued_as_if_it_had_just_run(
 ) -> None:
     """Ends of forwards at turns, chunks and in between; what follows a cut is another text each time."""
 
-    def every_end(n_tokens: int, boundaries: Any, ends: list[int], **_: Any) -> list[CapturePoint]:
-        return [CapturePoint(position=end, protect=True) for end in ends if end < n_tokens]
+    def every_end(n_tokens: int, boundaries: Any, ends: PromptEnds, **_: Any) -> list[CapturePoint]:
+        return [CapturePoint(position=end, protect=True) for end in ends.all if end < n_tokens]
 
     prompt = conversation(4, system=90)[-1]
     with opened(model, max_ctx=1024, chunk=CHUNK) as engine, monkeypatch.context() as patch:
@@ -124,3 +125,37 @@ def test_a_prompt_of_one_token_more_and_the_same_prompt_again_are_continued(mode
             assert 0 < found.usage.cached_tokens < len(text)
             assert_same(found, ask(engine, text, cache_prompt=False))
         assert_same(ask(engine, prompt), first)
+
+
+def test_a_long_prompt_sent_again_runs_its_last_tokens_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is continued by one that parts from it there, and by one that goes on from where forwards end."""
+    monkeypatch.setattr(cuts, "LONG", 256)
+    monkeypatch.setattr(cuts, "LAST", 16)
+    prompt = tokens(300, seed=1)  # with ends at 64, 128, 192, 256 and, its own, at 284
+    other, longer = [*prompt[:290], *tokens(10, seed=2)], [*prompt, *tokens(80, seed=3)]
+    with opened(model, max_ctx=1024, chunk=CHUNK, slots=2) as engine:
+        first = ask(engine, prompt)
+        for text, n_cached in ((prompt, 284), (other, 284), (longer, 256), (longer, 364), (prompt, 256)):
+            found = ask(engine, text)
+            assert found.usage.cached_tokens == n_cached
+            assert_same(found, ask(engine, text, cache_prompt=False))
+        assert_same(ask(engine, prompt), first)
+        stats = engine.stats().snapshots
+        assert stats is not None
+        assert stats.capture_failures == {}
+
+
+def test_a_prompt_of_sixteen_thousand_tokens_sent_again_costs_less_than_three_percent(tmp_path: Path) -> None:
+    """Raw and with turns. In rows less than a half of that, since late ones cost up to twice as much."""
+    model = write_tiny(tmp_path, Tiny(architecture="qwen35", n_layer=2, n_ctx_train=32768))
+    n, head = 16_384, turn(1, 9000, 1)
+    raw, n_turn = tokens(n, seed=4), n - len(head) - 8
+    chat = [*head, *turn(2, n_turn, 5), START, 3, LINE]
+    with opened(model, max_ctx=n + 64, slots=2) as engine:
+        for text in (raw, chat):
+            cold, again = ask(engine, text), ask(engine, text)
+            assert (len(text), cold.usage.cached_tokens) == (n, 0)
+            assert n - again.usage.cached_tokens < 0.014 * n
+            assert_same(again, cold)

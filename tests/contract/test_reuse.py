@@ -65,7 +65,7 @@ class Server:
         ends = prompt_ends(len(prompt), boundaries, CHUNK)
         continued = reuse.begin(slot, prompt, boundaries=boundaries, ends=ends)
         assert slot.n_past == continued.match.n_reused
-        for end in ends:
+        for end in ends.all:
             if end <= slot.n_past:
                 continue
             part = prompt[slot.n_past : end]

@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.tokenizer import Tokenizer
 from pyggml_dflash.state.cuts import (
+    LAST,
+    LONG,
     MAX_BOUNDARIES,
     CapturePoint,
+    PromptEnds,
     TurnMarkers,
     capture_points,
     cut_points,
     forward_ends,
+    prompt_ends,
     turn_boundaries,
 )
 from tests.engine.tiny import QWEN35
@@ -120,10 +124,67 @@ def test_a_prompt_that_goes_on_has_the_ends_of_its_beginning(
         assert all(0 < size <= limit for size in sizes) or n == 0
 
 
+@pytest.mark.parametrize(
+    ("n", "boundaries", "limit", "own"),
+    [
+        (16_384, [], 2048, 16_320),
+        (16_384, [], 512, 16_320),
+        (16_384, [16_381], 2048, 0),  # a chat's last forward is short
+        (16_384, [16_000], 2048, 16_320),
+        (16_384 + 127, [], 2048, 0),  # so is that behind a cut
+        (16_384 + 128, [], 2048, 16_384 + 64),
+        (LONG, [], 2048, 4032),
+        (LONG - 1, [], 2048, 0),
+        (100_000, [], 2048, 99_840),
+    ],
+)
+def test_a_long_prompt_has_an_end_of_its_own_shortly_before_its_end(
+    n: int, boundaries: list[int], limit: int, own: int
+) -> None:
+    ends = prompt_ends(n, boundaries, limit)
+    assert ends.own == own
+    assert ends.shared == tuple(forward_ends(n, cut_points(n, boundaries), limit))
+    assert set(ends.all) - set(ends.shared) == ({own} if own else set())
+
+
+LENGTHS = st.integers(LONG, 40_000)
+
+
+@given(n=LENGTHS, boundaries=st.sets(st.integers(1, 40_000), max_size=5), limit=st.integers(16, 4096))
+def test_little_of_a_long_prompt_lies_behind_the_end_before_its_last(
+    n: int, boundaries: set[int], limit: int
+) -> None:
+    found = prompt_ends(n, sorted(boundaries), limit)
+    ends = found.all
+    assert list(ends) == sorted(set(ends))
+    assert ends[-1] - ends[-2] < LAST + n / 256 <= 0.02 * n
+    assert all(b - a <= limit for a, b in zip((0, *ends), ends, strict=False))
+    if found.own:
+        assert ends[-1] - ends[-2] >= LAST
+
+
+@given(
+    n=LENGTHS,
+    more=st.integers(0, 3000),
+    boundaries=st.sets(st.integers(1, 43_000), max_size=5),
+    limit=LENGTHS,
+)
+def test_prompts_with_the_same_own_end_have_the_same_ends_before_it(
+    n: int, more: int, boundaries: set[int], limit: int
+) -> None:
+    """So that a state from there was made by the forwards of the one that continues it."""
+    one, other = (prompt_ends(m, sorted(boundaries), limit % 2048 + 1) for m in (n, n + more))
+    assert one.shared[:-1] == tuple(end for end in other.shared if end < n)
+    if one.own and one.own == other.own:
+        assert [e for e in one.all if e <= one.own] == [e for e in other.all if e <= one.own]
+    if one.own and more == 0:
+        assert one == other
+
+
 def points(
     n: int, boundaries: list[int], *, n_restored: int = 0, n_common: int = 0, tools: bool = False
 ) -> list[tuple[int, bool]]:
-    ends = forward_ends(n, cut_points(n, boundaries), 512)
+    ends = prompt_ends(n, boundaries, 512)
     found = capture_points(
         n, boundaries, ends, n_restored=n_restored, n_common=n_common, has_tools=tools, chunk=512
     )
@@ -154,7 +215,17 @@ def points(
         (300, [], {}, []),
         (1300, [], {}, [(1024, False)]),
         (1024, [], {}, [(512, False)]),
-        (5000, [], {}, [(4608, False)]),
+        (4000, [], {}, [(3584, False)]),
+        # and the end that a long one has for itself, a few tokens before its end
+        (5000, [], {}, [(4608, False), (4928, False)]),
+        (5000, [], {"n_restored": 4608}, [(4928, False)]),
+        (5000, [], {"n_restored": 4928}, []),
+        (4620, [], {}, [(4608, False)]),
+        # the newest turn of a long chat need not be as long as a chunk
+        (6000, [100, 3000, 5700, 5990], {}, [(5700, False), (5990, False)]),
+        (6000, [100, 3000, 5920, 5990], {}, [(5920, False)]),
+        (6000, [100, 3000, 5700], {}, [(3000, False), (5700, False), (5924, False)]),
+        (6000, [100, 3000], {}, [(3000, False), (5632, False), (5936, False)]),
         # where the prompt leaves what is stored, rounded down to an end
         (2000, [], {"n_common": 700}, [(512, False), (1536, False)]),
         (2000, [], {"n_common": 511}, [(1536, False)]),
@@ -174,10 +245,12 @@ def test_states_are_stored_behind_what_was_restored_and_before_the_last_token(
     text: list[int], n_restored: int, n_common: int, tools: bool
 ) -> None:
     boundaries = turn_boundaries(text, CHATML)
-    ends = forward_ends(len(text), cut_points(len(text), boundaries, spacing=20, min_cut=3), 7)
+    ends = PromptEnds(
+        tuple(forward_ends(len(text), cut_points(len(text), boundaries, spacing=20, min_cut=3), 7))
+    )
     found = capture_points(
         len(text), boundaries, ends, n_restored=n_restored, n_common=n_common, has_tools=tools
     )
     positions = [point.position for point in found]
     assert positions == sorted(set(positions))
-    assert all(n_restored < p < len(text) and p in ends for p in positions)
+    assert all(n_restored < p < len(text) and p in ends.all for p in positions)

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -43,11 +44,18 @@ def cache_of(
     return cache
 
 
-def put(cache: PrefixCache[Text], text: str | Text, *, source: str = "", protect: bool = False) -> bool:
+def put(
+    cache: PrefixCache[Text], text: str | Text, *, source: str = "", protect: bool = False, own: bool = False
+) -> bool:
     """Reserve and commit."""
     stored = Text(text) if isinstance(text, str) else text
     ticket = cache.reserve(
-        stored.tokens, len(stored.tokens), stored.n_bytes, n_restored=len(source), protect=protect
+        stored.tokens,
+        len(stored.tokens),
+        stored.n_bytes,
+        n_restored=len(source),
+        protect=protect,
+        own=own,
     )
     return ticket is not None and ticket.commit(stored)
 
@@ -278,6 +286,35 @@ def test_the_state_that_was_restored_does_not_hold_a_conversation_back(most: int
         assert put(cache, text, source=text[: match.n_reused])
         assert held(cache) == [text]
     cache.close()
+
+
+def test_a_state_of_an_end_that_is_a_prompts_own_serves_prompts_with_the_same_alone() -> None:
+    with closing(cache_of("ab")) as cache:
+        assert put(cache, "abcd", own=True)
+        for own, n_reused, stop in ((4, 4, "end of what is stored"), (3, 2, "no snapshot between")):
+            found = cache.find(ids("abcdef"), own=own)
+            assert (found.n_reused, found.n_common, found.stop) == (n_reused, 4, stop)
+        match, tried = reuse(cache, "abcdx")
+        assert (match.n_reused, tried) == (2, ["ab"])
+        match, _ = reuse(cache, "abcd")
+        assert (match.n_reused, match.stop) == (2, "no snapshot between")
+
+
+def test_states_of_own_ends_go_before_those_that_others_can_continue() -> None:
+    shelf = Shelf()
+    with closing(cache_of("ab", lower=shelf, most=4)) as cache:
+        for text in ("abcd", "abcdef"):
+            assert put(cache, text)
+            assert put(cache, text + "!", own=True)
+        # the first own end goes although nothing continues it; the second takes no shared one's place
+        assert held(cache) == ["ab", "abcd!", "abcdef", "abcdef!"]
+        assert put(cache, "abcd!gh", own=True)
+        assert held(cache) == ["ab", "abcdef", "abcdef!", "abcd!gh"]
+        assert put(cache, "x")
+        assert put(cache, "y")
+        assert held(cache) == ["ab", "abcd!gh", "x", "y"]  # else the longest unused that nothing continues
+        assert shelf.texts == ["abcdef"]  # another process hardly asks for exactly that prompt
+        assert cache.flush() == 3
 
 
 def test_protected_states_outlive_others_and_stay_protected() -> None:

@@ -21,6 +21,7 @@ class Text:
     n_bytes: int = 10
     protected: bool = False
     pinned: bool = False
+    own: bool = False
     closed: bool = False
     tokens: NDArray[np.int32] = field(init=False)
 

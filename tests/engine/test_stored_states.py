@@ -150,6 +150,37 @@ def test_the_computed_part_of_a_cancelled_prompt_is_continued(plain: Engine) -> 
         assert same(found, plain.generate(text, **SHORT))
 
 
+@pytest.mark.parametrize("n_shared", [100, 480])
+def test_a_beginning_that_raw_prompts_share_is_found_by_the_second_and_continued_by_the_third(
+    plain: Engine, n_shared: int
+) -> None:
+    """B22: a state exists where one was stored, so the second is told how much was common and stores one."""
+    texts = [[*prompt(n_shared), *prompt(200, seed=seed)] for seed in (2, 3, 4)]
+    with qwen() as engine:
+        found = [engine.generate(text, **SHORT) for text in texts]
+        reuse = [result.reuse for result in found if result.reuse is not None]
+        assert [(r.stop, r.n_common) for r in reuse] == [
+            ("nothing stored", 0),
+            ("no snapshot between", n_shared),
+            ("no snapshot between", n_shared),
+        ]
+        assert [r.n_reused for r in reuse[:2]] == [0, 0]
+        assert n_shared - CHUNK < reuse[2].n_reused <= n_shared
+        for text, result in zip(texts, found, strict=True):
+            assert same(result, plain.generate(text, **SHORT))
+
+
+@pytest.mark.parametrize("n", [100, 480])
+def test_a_raw_prompt_that_goes_on_is_continued_at_once(plain: Engine, n: int) -> None:
+    """B22, too: all but its last forward."""
+    longer = [*prompt(n), *prompt(30, seed=2)]
+    with qwen() as engine:
+        engine.generate(prompt(n), **SHORT)
+        found = engine.generate(longer, **SHORT)
+        assert found.usage.cached_tokens >= n - CHUNK
+        assert same(found, plain.generate(longer, **SHORT))
+
+
 @pytest.mark.parametrize("n_new", [1, 40])
 def test_drafts_are_as_good_behind_a_stored_state_as_behind_a_cold_one(n_new: int) -> None:
     """B10: what the drafter knows is stored, too."""

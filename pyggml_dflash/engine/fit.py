@@ -15,6 +15,7 @@ from typing import Final
 from pyggml_dflash.arch.base import StateLayout
 from pyggml_dflash.engine.assembly import (
     DEFAULT_MAX_CTX,
+    Assembly,
     Blueprint,
     Settings,
     assemble,
@@ -41,6 +42,8 @@ CAP_STEP: Final = 2**20  # of a cap that is proposed
 FLOOR_ROWS: Final = 256  # smallest chunk that a context is given up for
 MIN_GPU_HEADROOM: Final = 256 * 2**20  # driver and kernels take memory that no allocator tells
 MIN_HOST_HEADROOM: Final = 512 * 2**20  # work buffers of CPU kernels, graph headers, other programs
+GRAPHS: Final = ("graphs", "draft graphs", "graph scratch")  # labels of what is measured
+WITHOUT_GRAPHS: Final = ChunkPlan(n_ctx=0, chunk=0, available=0, required=0, position_bytes=0)
 MAPPED: Final = " (mapped)"  # end of the labels of weights that stay in the file
 SMALLER_TYPES: Final[tuple[KVType, ...]] = ("f16", "q8_0", "q4_0")
 
@@ -48,12 +51,14 @@ SMALLER_TYPES: Final[tuple[KVType, ...]] = ("f16", "q8_0", "q4_0")
 class Planner:
     """Plans contexts for one blueprint; owns dry weights, so `close` it before the blueprint's devices."""
 
-    def __init__(self, blueprint: Blueprint, ledger: Ledger) -> None:
-        """`ledger`: the real one, for what is free."""
+    def __init__(self, blueprint: Blueprint, ledger: Ledger, probe: MemoryProbe | None = None) -> None:
+        """`ledger`: the real one, for what is free. `probe`: of a planner with the same weights."""
         self.blueprint, self._ledger = blueprint, ledger
-        self.options, self.config = blueprint.options, blueprint.config
-        self._margin = Margin.parse(self.options.fit_margin)
-        self._probe = MemoryProbe(blueprint.backend)
+        self.options, self.config = options, _ = blueprint.options, blueprint.config
+        self._margin = Margin.parse(options.fit_margin)
+        pads = options.slots > 1  # products of several rows, see `graph_needs`
+        probe = MemoryProbe(blueprint.backend) if probe is None else probe
+        self._probe = probe.of((options.cache_type_k, options.cache_type_v, pads))
         self._dry = Ledger(dry=True)
         self._weights: LoadedWeights = blueprint.load_weights(self._dry)
         self._free: dict[str, int] = {}
@@ -88,11 +93,32 @@ class Planner:
 
     def search(self, start: int) -> ContextChoice:
         """The largest context up to `start` that fits, whatever was asked for."""
+        return choose_context(self._begin(start), self.plan_at)
+
+    def largest(self, start: int, like: ChunkPlan) -> ChunkPlan | None:
+        """The plan of the context that `search` finds; None if none fits.
+
+        Where a context has no room for what is resident beside graphs that are too small, it is a miss and
+        its graphs are not measured. `like`: a plan of a similar engine, for a guess of how much it misses.
+        """
+        known = WITHOUT_GRAPHS  # graphs of a smaller context, which are no larger
+
+        def plan_at(n_ctx: int) -> ChunkPlan:
+            nonlocal known
+            settings = self.settings(n_ctx)
+            if not self._plan(settings, known).fits:
+                return self._plan(settings, like if known is WITHOUT_GRAPHS else known)
+            plan = self._plan(settings)
+            known = plan if plan.fits else known
+            return plan
+
+        return choose_context(self._begin(start), plan_at).plan
+
+    def _begin(self, start: int) -> ContextFit:
         least = self._check_least(start)
         if isinstance(self.options.chunk, int):
             least = max(least, self.options.chunk)
-        fit = ContextFit.starting_at(start, n_ctx_train=self.config.n_ctx_train, min_ctx=least)
-        return choose_context(fit, self.plan_at)
+        return ContextFit.starting_at(start, n_ctx_train=self.config.n_ctx_train, min_ctx=least)
 
     def _check_least(self, start: int) -> int:
         least = self.options.min_ctx or 0
@@ -125,8 +151,9 @@ class Planner:
         chunk = fit_chunk(plan.n_ctx, room, 0, taken, max_rows=most, headroom=0).chunk
         return self._plan(self.settings(plan.n_ctx, max(chunk, plan.chunk)))
 
-    def _plan(self, settings: Settings) -> ChunkPlan:
-        terms, state_bytes = self._terms(settings)
+    def _plan(self, settings: Settings, like: ChunkPlan | None = None) -> ChunkPlan:
+        """A plan with measured graphs, or with those of another plan."""
+        terms, state_bytes = self._terms(settings, like)
         shares = tuple(
             self._share(b.name, terms[b.name], settings, self._ledger.caps.get(b.name))
             for b in self.blueprint.backends
@@ -168,7 +195,7 @@ class Planner:
             t.n_bytes for t in layout.tensors if home(t.name).name == device and (grows or not t.grows)
         )
 
-    def _terms(self, settings: Settings) -> tuple[dict[str, dict[str, int]], int]:
+    def _terms(self, settings: Settings, like: ChunkPlan | None) -> tuple[dict[str, dict[str, int]], int]:
         """Bytes by device and name of an engine with these settings, and of a stored state of its context."""
         b, ledger = self.blueprint, Ledger(dry=True)
         with ExitStack() as stack:
@@ -179,13 +206,7 @@ class Planner:
             }
             target = found[b.backend.name]
             for x in b.backend.all:
-                probe = self._probe.on(x.name)
-                terms = found[x.name]
-                terms["graphs"] = parts.forwards.needs(probe)
-                if parts.drafter is not None:
-                    terms["draft graphs"] = parts.drafter.needs(probe)
-                if probe.scratch:
-                    terms["graph scratch"] = probe.scratch
+                found[x.name].update(self._graphs(parts, x.name) if like is None else graphs_of(like, x.name))
             if self.options.device_reserve_mib:
                 target["reserve"] = self.options.device_reserve_mib * 2**20
             if b.host is not None:
@@ -196,16 +217,26 @@ class Planner:
                 target[SNAPSHOTS] = reserved
         return {name: dict(terms) for name, terms in found.items()}, state_bytes
 
+    def _graphs(self, parts: Assembly, device: str) -> dict[str, int]:
+        """What graphs take on a device, measured."""
+        probe = self._probe.on(device)
+        found = {"graphs": parts.forwards.needs(probe)}
+        if parts.drafter is not None:
+            found["draft graphs"] = parts.drafter.needs(probe)
+        if probe.scratch:
+            found["graph scratch"] = probe.scratch
+        return found
+
     def refuse(self, choice: ContextChoice) -> ContextFitError:
         """The error for a search without an answer: what lacks, and what would fit instead."""
         miss = choice.smallest_miss
         assert miss is not None
         return ContextFitError(
             asked=miss.n_ctx,
-            fits=self._beside_mapped(miss) if self.is_auto else self._largest_below(miss.n_ctx),
+            fits=self._beside_mapped(miss) if self.is_auto else self._largest_below(miss),
             missing=miss.missing,
             device=miss.device,
-            smaller_types=self._with_smaller_types(miss.n_ctx),
+            smaller_types=self._with_smaller_types(miss),
             drafting=self.blueprint.speculation is not None,
             cap=self.binding_cap(miss),
             larger_cap=self._larger_cap(miss),
@@ -237,18 +268,20 @@ class Planner:
             return 0
         n = min(first_ctx(self.options, self.config), DEFAULT_MAX_CTX)
         options = replace(self.options, max_ctx=n, min_ctx=None)
-        planner = Planner(replace(self.blueprint, options=options), self._ledger)
+        planner = Planner(replace(self.blueprint, options=options), self._ledger, self._probe)
         with closing(planner):
-            return n if planner.plan_at(n).fits else planner._largest_below(n)
+            plan = planner.plan_at(n)
+            return n if plan.fits else planner._largest_below(plan)
 
-    def _largest_below(self, n_ctx: int) -> int:
+    def _largest_below(self, miss: ChunkPlan) -> int:
         step = step_for(self.config.n_ctx_train)
-        start = (n_ctx - 1) // step * step
-        plan = self.search(start).plan if start > (self.options.min_ctx or 0) else None
+        start = (miss.n_ctx - 1) // step * step
+        plan = self.largest(start, miss) if start > (self.options.min_ctx or 0) else None
         return 0 if plan is None else plan.n_ctx
 
-    def _with_smaller_types(self, most: int) -> dict[str, int]:
-        """Contexts up to `most` that fit with smaller types of the cache, by type."""
+    def _with_smaller_types(self, miss: ChunkPlan) -> dict[str, int]:
+        """Contexts up to the one missed that fit with smaller types of the cache, by type."""
+        most = miss.n_ctx
         slot_bytes = self.settings(most).layout.slot_bytes
         found: dict[str, int] = {}
         for name in SMALLER_TYPES:
@@ -256,14 +289,14 @@ class Planner:
                 variant = self.variant(name, self.options.slots, stack)
                 if variant is None or variant.settings(most).layout.slot_bytes >= slot_bytes:
                     continue
-                plan = variant.search(most).plan
+                plan = variant.largest(most, miss)
                 if plan is not None:
                     found[name] = plan.n_ctx
         return found
 
     def without_drafter(self, reason: str, stack: ExitStack) -> Planner:
         """A planner of the same engine without its drafter, which `stack` closes."""
-        planner = Planner(self.blueprint.without_drafter(reason), self._ledger)
+        planner = Planner(self.blueprint.without_drafter(reason), self._ledger, self._probe)
         stack.callback(planner.close)
         return planner
 
@@ -278,7 +311,7 @@ class Planner:
             settle(options, self.blueprint.architecture, self.config)
         except UsageError:
             return None
-        planner = Planner(replace(self.blueprint, options=options), self._ledger)
+        planner = Planner(replace(self.blueprint, options=options), self._ledger, self._probe)
         stack.callback(planner.close)
         return planner
 
@@ -303,6 +336,12 @@ def find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Pl
         reason = str(error)
     plain = planner.without_drafter(reason, stack)
     return plain, plain.choose()
+
+
+def graphs_of(plan: ChunkPlan, device: str) -> dict[str, int]:
+    """What graphs take on a device in a plan; nothing in a plan without shares."""
+    terms = next((share.terms for share in plan.shares if share.device == device), {})
+    return {label: terms[label] for label in GRAPHS if label in terms}
 
 
 def mapped_bytes(labels: Mapping[str, int]) -> int:

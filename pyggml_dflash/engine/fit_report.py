@@ -81,7 +81,6 @@ def fit_report(options: EngineOptions) -> FitReport:
 
 def _alternatives(planner: Planner, choice: ContextChoice) -> tuple[FitAlternative, ...]:
     """Every type of keys and values by every number of slots; what needs no search is not searched again."""
-    start = planner.config.n_ctx_train
     found: list[FitAlternative] = []
     for cache_type in SMALLER_TYPES:
         for slots in SLOT_COUNTS:
@@ -90,7 +89,7 @@ def _alternatives(planner: Planner, choice: ContextChoice) -> tuple[FitAlternati
                 if variant is None:
                     continue
                 try:
-                    plan = _search(variant, start, stack)
+                    plan = _largest(variant, choice, stack)
                 except UsageError:  # a chunk or a smallest context that this one cannot have
                     continue
                 n_ctx = 0 if plan is None else plan.n_ctx
@@ -98,11 +97,13 @@ def _alternatives(planner: Planner, choice: ContextChoice) -> tuple[FitAlternati
     return tuple(found)
 
 
-def _search(planner: Planner, start: int, stack: ExitStack) -> ChunkPlan | None:
+def _largest(planner: Planner, choice: ContextChoice, stack: ExitStack) -> ChunkPlan | None:
     """The largest context that fits, with the drafter or, if nobody named it, without."""
-    plan = planner.search(start).plan
+    start, like = planner.config.n_ctx_train, choice.plan or choice.smallest_miss
+    assert like is not None
+    plan = planner.largest(start, like)
     if plan is None and planner.blueprint.choice.may_be_left_out:
-        plan = planner.without_drafter("", stack).search(start).plan
+        plan = planner.without_drafter("", stack).largest(start, like)
     return plan
 
 

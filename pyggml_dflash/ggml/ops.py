@@ -15,7 +15,7 @@ from pyggml_dflash.errors import BackendError
 from pyggml_dflash.ggml.arena import Context
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
-from pyggml_dflash.ggml.padding import NO_PADDING, Paddings
+from pyggml_dflash.ggml.padding import MOST_PADDED, NO_PADDING, Paddings
 from pyggml_dflash.ggml.pins import Pins
 from pyggml_dflash.ggml.tensor import Tensor
 
@@ -56,6 +56,7 @@ class GraphBuilder:
         pins: Pins | None = None,
     ) -> None:
         self._supports, self._paddings, self.pins = supports, paddings, pins
+        self._most_padded = MOST_PADDED if paddings else 0
         self.cut: object | None = None  # how the graph is divided, once it is; see `ggml.cut`
         self.picks: list[Tensor] = []  # I32 [n_used, M] of each layer with experts: which were chosen
         self._stack = ExitStack()
@@ -237,11 +238,13 @@ class GraphBuilder:
 
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
         """w [in, out] times x [in, n]: F32 [out, n]."""
-        n = x.shape[1]
-        n_made = self._paddings.rows(w.weight_kind, n) if self._paddings and x.shape[2] == 1 else n
-        made = x if n_made == n else self._repeated(x, n_made)
-        y = self._new(lib.ggml_mul_mat(self._c, w.ptr, made.ptr))
-        return y if n_made == n else self.view(y, (y.shape[0], n), y.strides[1:2], 0)
+        ne = x.ptr.ne
+        n = ne[1]
+        n_made = self._paddings.rows(w.weight_kind, n) if n <= self._most_padded and ne[2] == 1 else n
+        if n_made == n:
+            return self._new(lib.ggml_mul_mat(self._c, w.ptr, x.ptr))
+        y = self._new(lib.ggml_mul_mat(self._c, w.ptr, self._repeated(x, n_made).ptr))
+        return self.view(y, (y.shape[0], n), y.strides[1:2], 0)
 
     def _repeated(self, x: Tensor, n: int) -> Tensor:
         """x [in, m] with its first rows again behind it, once or over and over, until there are `n`."""

@@ -15,6 +15,7 @@ from pyggml_dflash.ggml.graph import measure_by_device, measure_scratch
 from pyggml_dflash.ggml.ops import GraphBuilder
 
 Build = Callable[[], GraphBuilder]
+Measured = tuple[dict[str, int], dict[str, int], int]  # compute and scratch by device, metadata
 
 
 def last_of_each_run(kind: Callable[[int], str], start: int, stop: int) -> list[int]:
@@ -45,13 +46,14 @@ class GraphBytes:
 class MemoryProbe:
     """Measures what graphs of a backend and its peers take on one of their devices, each key once.
 
-    Keys must name all that a graph's size depends on.
+    Keys must name all that a graph's size depends on, within one family of engines.
     """
 
     def __init__(self, backend: Backend) -> None:
         """Measures on the backend's own device."""
         self._backend, self._device = backend, backend.name
-        self._known: dict[Hashable, tuple[dict[str, int], dict[str, int], int]] = {}
+        self._families: dict[Hashable, dict[Hashable, Measured]] = {}
+        self._known: dict[Hashable, Measured] = {}
         self.scratch = 0  # the largest of all graphs asked for since `begin`; those of one backend share it
 
     def begin(self) -> None:
@@ -61,7 +63,13 @@ class MemoryProbe:
     def on(self, device: str) -> MemoryProbe:
         """The same graphs, measured on another device; both know what either has measured."""
         probe = MemoryProbe(self._backend)
-        probe._device, probe._known = device, self._known
+        probe._device, probe._families, probe._known = device, self._families, self._known
+        return probe
+
+    def of(self, family: Hashable) -> MemoryProbe:
+        """For graphs of a family of engines; knows what any probe made from this one measured of it."""
+        probe = self.on(self._device)
+        probe._known = self._families.setdefault(family, {})
         return probe
 
     def graph(self, key: Hashable, build: Build) -> GraphBytes:

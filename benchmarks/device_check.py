@@ -11,6 +11,7 @@ Sections, each in a process of its own, so that an abort in native code costs on
     texts        the shipped model: greedy texts of ten prompts on the GPU against the CPU's
     pool         a bare matrix product: legacy pool before and after, trims, the same bytes afterwards
     pool-meta    the same through a one-rank meta backend
+    pool-ranks   two and three ranks on the device: trimmed beside one whose stream records
     pool-capture a trim while the stream records a graph is refused and changes nothing
     pool-engine  a loaded engine: the same, and the same text afterwards
     rates        prefill and decode of the shipped model and of a random 4B file, ours and the peer's
@@ -152,6 +153,11 @@ def pool_meta(report: Report, setup: Setup) -> None:
     device_pool.check_product(report, device_pool.open_mirrored(setup.device))
 
 
+def pool_ranks(report: Report, setup: Setup) -> None:
+    """Meta backends with several ranks on the device."""
+    device_pool.check_ranks(report, setup.device)
+
+
 def pool_capture(report: Report, setup: Setup) -> None:
     """A trim inside a capture."""
     device_pool.check_capture(report, device_pool.open_backend(setup.device))
@@ -171,6 +177,7 @@ SECTIONS: Final[dict[str, Callable[[Report, Setup], None]]] = {
     "texts": texts,
     "pool": pool,
     "pool-meta": pool_meta,
+    "pool-ranks": pool_ranks,
     "pool-capture": pool_capture,
     "pool-engine": pool_engine,
     "rates": rates,

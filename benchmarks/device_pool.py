@@ -7,7 +7,8 @@ native overlay, on bare backends as well as inside an engine.
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -26,7 +27,7 @@ from pyggml_dflash.ggml.graph import GraphAllocator
 from pyggml_dflash.ggml.handle import Handle, check, check_pointer
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
-from pyggml_dflash.ggml.pool import has_legacy_pool, pool_stats, trim_pool
+from pyggml_dflash.ggml.pool import PoolStats, has_legacy_pool, on_each_rank, pool_stats, trim_pool
 
 SIZE: Final = 256
 N_COLUMNS: Final = 4
@@ -49,15 +50,26 @@ def expects_legacy_pool() -> bool:
 
 
 class MirroredBackend(Backend):
-    """A meta backend of one rank that mirrors every tensor."""
+    """A meta backend that mirrors every tensor on its ranks, all of them on one device."""
 
-    def __init__(self, rank: DeviceInfo) -> None:
-        device = lib.ggml_backend_dev_by_name(rank.name.encode())
-        meta = lib.dflash_mirrored_device(ffi.new("ggml_backend_dev_t[1]", [device]), 1)
-        self._device = check_pointer(meta, "meta device")
-        Handle.__init__(self, lib.ggml_backend_dev_init(meta, ffi.NULL), lib.ggml_backend_free)
+    def __init__(self, rank: DeviceInfo, device: CData | None = None) -> None:
+        """`device`: what `mirrored` made; None: of one rank."""
+        device = mirrored(listed(rank)) if device is None else device
+        self._device, self.peers, self.half_links, self._endpoint = device, (), False, None
+        Handle.__init__(self, lib.ggml_backend_dev_init(device, ffi.NULL), lib.ggml_backend_free)
         self.info = rank
         self.n_threads = 1
+
+
+def listed(device: DeviceInfo) -> CData:
+    """ggml's device."""
+    return lib.ggml_backend_dev_by_name(device.name.encode())
+
+
+def mirrored(*devices: CData) -> CData:
+    """A meta device whose ranks are on these, which may be one and the same; a meta device only alone."""
+    meta = lib.dflash_mirrored_device(ffi.new("ggml_backend_dev_t[]", devices), len(devices))
+    return check_pointer(meta, "meta device")
 
 
 def open_backend(device: str) -> Backend:
@@ -172,13 +184,9 @@ def check_capture(report: Checks, backend: Backend) -> None:
             if not has_legacy_pool(backend):
                 report.check("trim without a legacy pool", trim_pool(backend), 0)
                 return
-            runtime, stream = _cuda_runtime(), _stream(backend)
             stats = pool_stats(backend)
-            _cuda(runtime.cudaStreamBeginCapture(stream, CAPTURE_RELAXED))
-            refused = _trim_refused(backend)
-            recorded = ctypes.c_void_p()
-            _cuda(runtime.cudaStreamEndCapture(stream, ctypes.byref(recorded)))
-            _cuda(runtime.cudaGraphDestroy(recorded))
+            with _recording(backend.ptr, backend):
+                refused = _trim_refused(backend)
             report.check("trim inside a capture", refused, "refused", refused.startswith("refused"))
             report.check("pool and graphs after it", pool_stats(backend), stats)
             report.check("output bytes are the same afterwards", product.run(2) == before, True)
@@ -186,6 +194,54 @@ def check_capture(report: Checks, backend: Backend) -> None:
             report.check("trim outside", released, "> 0", released > 0)
     finally:
         backend.close()
+
+
+def check_ranks(report: Checks, device: str) -> None:
+    """Two and three ranks on one device: all are trimmed, also beside one whose stream records.
+
+    Nested ones cannot be asked here: tensors of theirs end the process.
+    """
+    rank = choose_device(device)
+    one = listed(rank)
+    legacy = expects_legacy_pool()
+    for n in (2, 3):
+        name, backend = f"{n} ranks", MirroredBackend(rank, mirrored(*n * [one]))
+        try:
+            with closing(Product(backend)) as product:
+                before = product.run(4)
+                stats = pool_stats(backend)
+                report.check(f"{name}: legacy pools", stats.n_legacy_pools, n if legacy else 0)
+                refused, left = _trim_beside_a_capture(backend) if legacy else ("refused: no pool", stats)
+                report.check(f"{name}: trim, one rank records", refused, "refused", "refused" in refused)
+                share = stats.cached_bytes // n
+                report.check(f"{name}: cached bytes left, those of that rank", left.cached_bytes, share)
+                released = trim_pool(backend)
+                report.check(f"{name}: trim, none records", released, share)
+                report.check(f"{name}: second trim", trim_pool(backend), 0)
+                report.check(f"{name}: output bytes are the same", product.run(4) == before, True)
+        finally:
+            backend.close()
+
+
+def _trim_beside_a_capture(backend: Backend) -> tuple[str, PoolStats]:
+    """What a trim says while the first rank's stream records, and what is held behind it."""
+    first = on_each_rank([backend], lambda rank: rank)[0]
+    with _recording(first, backend):
+        refused = _trim_refused(backend)
+    return refused, pool_stats(backend)
+
+
+@contextmanager
+def _recording(rank: CData, backend: Backend) -> Iterator[None]:
+    """The rank's first stream records a graph meanwhile, which is thrown away."""
+    runtime, stream = _cuda_runtime(), _stream(rank, backend.name)
+    _cuda(runtime.cudaStreamBeginCapture(stream, CAPTURE_RELAXED))
+    try:
+        yield
+    finally:
+        recorded = ctypes.c_void_p()
+        _cuda(runtime.cudaStreamEndCapture(stream, ctypes.byref(recorded)))
+        _cuda(runtime.cudaGraphDestroy(recorded))
 
 
 def _trim_refused(backend: Backend) -> str:
@@ -209,18 +265,18 @@ def _cuda_runtime() -> Any:
     raise RuntimeError("no libcudart is loaded; the capture cannot be arranged")
 
 
-def _stream(backend: Backend) -> ctypes.c_void_p:
-    """The backend's first stream, read out of its structures after checking that they look as expected.
+def _stream(rank: CData, expected: str) -> ctypes.c_void_p:
+    """A CUDA backend's first stream, read out of its structures after checking that they look as expected.
 
     struct ggml_backend: guid, 16 functions, device, context. The CUDA context: int device, std::string
     name, an event, then streams.
     """
-    fields = ffi.cast("void **", backend.ptr)
-    if fields[17] != ffi.cast("void *", backend.device):
+    fields = ffi.cast("void **", rank)
+    if fields[17] != ffi.cast("void *", lib.ggml_backend_get_device(rank)):
         raise RuntimeError("the backend's structure has changed; the capture cannot be arranged")
     context: CData = ffi.cast("char *", fields[18])
     name = ffi.string(ffi.cast("char **", context + 8)[0])
-    if name.decode() != backend.name:
+    if name.decode() != expected:
         raise RuntimeError("the CUDA context's structure has changed; the capture cannot be arranged")
     stream = ffi.cast("void **", context + 48)[0]
     return ctypes.c_void_p(int(ffi.cast("uintptr_t", stream)))

@@ -53,8 +53,8 @@ class BackendPools:
         return any(has_legacy_pool(backend) for backend in self._backends)
 
     def trim(self) -> int:
-        """Give cached blocks back, after all queued work; the bytes released."""
-        return sum(trim_pool(backend) for backend in self._backends)
+        """Give cached blocks back, after all queued work; the bytes released. A failure stops no other."""
+        return trim_pool(*self._backends)
 
     def stats(self) -> PoolStats:
         """What they hold, together."""

@@ -16,6 +16,11 @@ bool dflash_flag_is_set(void *flag);
 /* A meta device over devs that mirrors every tensor: the smallest one a test can make. */
 ggml_backend_dev_t dflash_mirrored_device(ggml_backend_dev_t *devs, size_t n_devs);
 
+/* From ggml-backend-impl.h: the backends behind a meta backend, which may be meta backends too. */
+bool ggml_backend_is_meta(ggml_backend_t backend);
+size_t ggml_backend_meta_n_backends(ggml_backend_t meta_backend);
+ggml_backend_t ggml_backend_meta_simple_backend(ggml_backend_t meta_backend, size_t index);
+
 /* Prepares a graph for `backend` before it gets memory, as ggml's scheduler does: the backend may reorder
    it and name tensors whose memory has to outlive a fused run of operations. The graph gets a number of its
    own, so that a captured one is recognised without comparing nodes. Returns the graph to allocate: the same,

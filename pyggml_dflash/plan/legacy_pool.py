@@ -8,13 +8,17 @@ chunk leave every earlier size behind, until the pool is trimmed. Bytes only, no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from pyggml_dflash.errors import DeviceMemoryError
 
 TABLE_SIZE: Final = 256
 ALIGNMENT: Final = 256
 LOOK_AHEAD: Final = 1.05
+
+# What a pool does when the driver refuses: fail; drop its cache and ask once more, as ggml does since 0.25;
+# or, where that is refused too, ask for what is wanted without the look-ahead, as some forks of ggml do.
+Relief = Literal["none", "flush", "exact"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +29,10 @@ class Block:
 
 
 class LegacyPoolSim:
-    """One pool on a device with `limit` bytes (None: endless).
+    """One pool on a device with `limit` bytes (None: endless)."""
 
-    `flushes`: when the driver refuses, drop the cache and ask once more, as ggml does since 0.25.
-    """
-
-    def __init__(self, limit: int | None = None, *, flushes: bool = True) -> None:
-        self.limit, self.flushes = limit, flushes
+    def __init__(self, limit: int | None = None, *, relief: Relief = "flush") -> None:
+        self.limit, self._relief = limit, relief
         self._table: list[int | None] = [None] * TABLE_SIZE
         self.held_bytes = self.peak_bytes = 0
         self.n_mallocs = self.n_flushes = 0
@@ -61,12 +62,14 @@ class LegacyPoolSim:
         if found is not None:
             self._table[found] = None
             return Block(least)
-        return self._malloc(-(-int(LOOK_AHEAD * n_bytes) // ALIGNMENT) * ALIGNMENT)
-
-    def _malloc(self, n_bytes: int) -> Block:
-        if not self._has_room(n_bytes) and self.flushes:
+        padded = -(-int(LOOK_AHEAD * n_bytes) // ALIGNMENT) * ALIGNMENT
+        if not self._has_room(padded) and self._relief != "none":
             self.n_flushes += 1
             self.trim()
+        exact = self._relief == "exact" and not self._has_room(padded)
+        return self._malloc(n_bytes if exact else padded)
+
+    def _malloc(self, n_bytes: int) -> Block:
         if not self._has_room(n_bytes):
             free = max(0, (self.limit or 0) - self.held_bytes)
             raise DeviceMemoryError(what="pool", wanted=n_bytes, free=free, device="simulated pool")

@@ -34,7 +34,7 @@ class SimulatedPools:
     """A legacy pool with a limit; `check` is called before each trim."""
 
     def __init__(self, limit: int | None = None, check: Callable[[], None] = lambda: None) -> None:
-        self.pool = LegacyPoolSim(limit, flushes=False)
+        self.pool = LegacyPoolSim(limit, relief="none")
         self._check = check
         self.n_trims = 0
 

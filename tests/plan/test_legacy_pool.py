@@ -8,7 +8,7 @@ import pytest
 
 from pyggml_dflash.engine.prefill import TrimSchedule
 from pyggml_dflash.errors import DeviceMemoryError
-from pyggml_dflash.plan.legacy_pool import TABLE_SIZE, LegacyPoolSim
+from pyggml_dflash.plan.legacy_pool import TABLE_SIZE, LegacyPoolSim, Relief
 
 MIB: Final = 2**20
 CHUNK: Final = 512
@@ -101,8 +101,8 @@ def growing(pool: LegacyPoolSim, *, interval: int) -> int:
 def test_little_live_memory_fills_a_card_unless_trimmed() -> None:
     limit = 100 * MIB
     with pytest.raises(DeviceMemoryError, match="pool"):
-        growing(LegacyPoolSim(limit, flushes=False), interval=0)
-    trimmed = LegacyPoolSim(limit, flushes=False)
+        growing(LegacyPoolSim(limit, relief="none"), interval=0)
+    trimmed = LegacyPoolSim(limit, relief="none")
     assert growing(trimmed, interval=2048) == (40 * CHUNK - 1) // 2048
     assert trimmed.peak_bytes <= limit
 
@@ -117,3 +117,59 @@ def test_a_pool_that_flushes_survives_on_its_own_and_true_exhaustion_is_an_error
     assert raised.value.free is not None
     assert raised.value.free < raised.value.wanted
     assert pool.live_bytes == kept.n_bytes
+
+
+# a device that is nearly full
+
+
+@pytest.mark.parametrize("relief", ["flush", "exact"])
+def test_cached_blocks_are_reclaimed_for_what_finds_no_room(relief: Relief) -> None:
+    pool = LegacyPoolSim(10 * MIB, relief=relief)
+    for block in [pool.alloc(n * MIB) for n in (2, 3, 1)]:
+        pool.free(block)
+    block = pool.alloc(7 * MIB)
+    assert block.n_bytes == pool_size(7 * MIB)  # with look-ahead, since there is room
+    assert (pool.n_flushes, pool.n_blocks, pool.cached_bytes) == (1, 0, 0)
+    assert pool.held_bytes == pool.live_bytes == block.n_bytes
+
+
+@pytest.mark.parametrize("relief", ["flush", "exact"])
+def test_live_blocks_are_preserved_under_pressure(relief: Relief) -> None:
+    pool = LegacyPoolSim(10 * MIB, relief=relief)
+    live = [pool.alloc(2 * MIB), pool.alloc(MIB)]
+    pool.free(pool.alloc(4 * MIB))
+    live.append(pool.alloc(5 * MIB))
+    assert pool.held_bytes == pool.live_bytes == sum(block.n_bytes for block in live) <= 10 * MIB
+    for block in live:
+        pool.free(block)
+    assert (pool.live_bytes, pool.n_blocks) == (0, 3)
+
+
+def test_the_exact_size_is_tried_where_look_ahead_does_not_fit() -> None:
+    pool = LegacyPoolSim(10 * MIB, relief="exact")
+    pool.free(pool.alloc(6 * MIB))
+    block = pool.alloc(10 * MIB)
+    assert block.n_bytes == pool.held_bytes == 10 * MIB
+    pool.free(block)
+    assert pool.alloc(9 * MIB).n_bytes == 10 * MIB  # from the cache
+    with pytest.raises(DeviceMemoryError):
+        LegacyPoolSim(10 * MIB, relief="flush").alloc(10 * MIB)
+
+
+@pytest.mark.parametrize("relief", ["none", "flush", "exact"])
+def test_true_exhaustion_is_an_error_and_the_pool_is_as_it_was(relief: Relief) -> None:
+    pool = LegacyPoolSim(10 * MIB, relief=relief)
+    live = pool.alloc(6 * MIB)
+    with pytest.raises(DeviceMemoryError) as raised:
+        pool.alloc(5 * MIB)
+    assert raised.value.free == 10 * MIB - live.n_bytes
+    assert raised.value.free < raised.value.wanted == (5 * MIB if relief == "exact" else pool_size(5 * MIB))
+    assert pool.held_bytes == pool.live_bytes == live.n_bytes
+    pool.free(live)
+    assert pool.alloc(5 * MIB) == live
+    assert pool.n_mallocs == 1
+
+
+def pool_size(n_bytes: int) -> int:
+    """What an endless pool takes for a new block."""
+    return LegacyPoolSim().alloc(n_bytes).n_bytes

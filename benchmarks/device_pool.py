@@ -58,7 +58,7 @@ class MirroredBackend(Backend):
         self._device, self.peers, self.half_links, self._endpoint = device, (), False, None
         Handle.__init__(self, lib.ggml_backend_dev_init(device, ffi.NULL), lib.ggml_backend_free)
         self.info = rank
-        self.n_threads = 1
+        self.n_threads, self.is_busy = 1, False
 
 
 def listed(device: DeviceInfo) -> CData:

@@ -29,11 +29,15 @@ TrimReason = Literal["prefill", "idle", "allocation"]
 class Pools(Protocol):
     """The scratch pools of the backends that one model computes on."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True while queued work may still use what they have cached."""
+
     def has_legacy(self) -> bool:
         """True once one of them has made a legacy pool."""
 
     def trim(self) -> int:
-        """Give cached blocks back, after all queued work; the bytes released."""
+        """Give cached blocks back; the bytes released."""
 
     def stats(self) -> PoolStats:
         """What they hold, together."""
@@ -47,6 +51,11 @@ class BackendPools:
 
     def __init__(self, backends: Sequence[Backend], ledger: Ledger) -> None:
         self._backends, self._ledger = tuple(dict.fromkeys(backends)), ledger
+
+    @property
+    def is_busy(self) -> bool:
+        """True while queued work may still use what they have cached."""
+        return any(backend.is_busy for backend in self._backends)
 
     def has_legacy(self) -> bool:
         """True once one of them has made a legacy pool."""
@@ -113,7 +122,10 @@ class AdaptiveTrim:
 
 
 class PoolTrims:
-    """Decides when to trim, does it, logs and counts it."""
+    """Decides when to trim, does it, logs and counts it.
+
+    A trim that is asked for while work is queued waits until the next one is asked for and nothing is.
+    """
 
     def __init__(self, pools: Pools, interval: int | Auto, *, chunk: int) -> None:
         """`interval`: tokens between two trims in a prompt, 0 for none, or 'auto'."""
@@ -121,6 +133,7 @@ class PoolTrims:
         self._schedules: dict[int, TrimSchedule] = {}  # of the prompts under way, by slot
         self._adaptive = AdaptiveTrim()
         self._counts: dict[TrimReason, TrimStats] = {}
+        self._deferred: TrimReason | None = None
         if interval != "auto" and 0 < interval < chunk:
             LOG.warning(
                 "a trim interval of %d tokens is below the chunk of %d: pools are trimmed after every chunk, "
@@ -144,6 +157,7 @@ class PoolTrims:
         schedule = self._schedules.get(slot)
         if schedule is None or n_past >= schedule.n_prompt:
             return
+        self._catch_up()
         where = f" pos={n_past}/{schedule.n_prompt}"
         if self._interval == "auto":
             if self._pools.has_legacy() and self._is_low():
@@ -163,6 +177,7 @@ class PoolTrims:
 
     def release_scratch(self) -> None:
         """Give scratch back when nothing waits to be computed."""
+        self._catch_up()
         self._trim_if_legacy("idle")
 
     def _trim_if_legacy(self, reason: TrimReason) -> None:
@@ -173,12 +188,22 @@ class PoolTrims:
         except BackendError as error:
             LOG.warning("pools were not trimmed: %s", error)
 
+    def _catch_up(self) -> None:
+        """Do what was asked for while work was queued."""
+        reason = self._deferred
+        if reason is not None and not self._pools.is_busy:
+            self._deferred = None
+            self._trim_if_legacy(reason)
+
     def _is_low(self) -> bool:
         stats = self._pools.stats()
         self._adaptive.observe(stats.live_bytes + stats.cached_bytes)
         return self._adaptive.is_due(free=self._pools.memory_free(), cached=stats.cached_bytes)
 
     def _trim(self, reason: TrimReason, where: str = "") -> None:
+        if self._pools.is_busy:
+            self._deferred = reason
+            return
         before = self._pools.stats()
         started = time.perf_counter()
         released = self._pools.trim()

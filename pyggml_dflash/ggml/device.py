@@ -218,10 +218,20 @@ def check_threads(n: int) -> None:
 class Backend(Handle):
     """A stream of work on one device. Freed last of all native objects.
 
-    `peers` are backends of other devices that graphs of this one may use too; it does not own them.
+    `peers` are backends of other devices that graphs of this one may use too; it does not own them. The
+    backend `is_busy` while a graph is queued that nobody has waited for.
     """
 
-    __slots__ = ("_device", "_endpoint", "_n_failures", "half_links", "info", "n_threads", "peers")
+    __slots__ = (
+        "_device",
+        "_endpoint",
+        "_n_failures",
+        "half_links",
+        "info",
+        "is_busy",
+        "n_threads",
+        "peers",
+    )
 
     def __init__(
         self,
@@ -235,6 +245,7 @@ class Backend(Handle):
         for name, value in SAFE_ENVIRONMENT.items():  # ggml reads it at its first kernel
             os.environ.setdefault(name, value)
         self.info, self.peers, self.half_links = info, peers, half_links
+        self.is_busy = False
         self.n_threads = threads or physical_cores()
         self._endpoint: rpc.Endpoint | None = None
         self._n_failures = rpc.n_failures()

@@ -248,7 +248,7 @@ class StepGraph:
         allocator.place(builder)
         self._builder = builder
         cut = cut_of(builder)
-        self._stream, self._graph = backend.ptr, builder.graph
+        self._backend, self._stream, self._graph = backend, backend.ptr, builder.graph
         self._compute = lib.ggml_backend_graph_compute_async
         self._get = lib.ggml_backend_tensor_get_async
         self._synchronize = lib.ggml_backend_synchronize
@@ -265,16 +265,20 @@ class StepGraph:
 
     def run(self) -> tuple[npt.NDArray[Any], ...]:
         """Compute, wait, and return the outputs."""
-        parts, stream = self._parts, self._stream
-        status = self._compute(stream, self._graph) if parts is None else parts.start()
-        for source, tensor, target, n_bytes in self._reads:
-            self._get(source, tensor, target, 0, n_bytes)
-        if parts is None:
-            self._synchronize(stream)
-        else:
-            parts.wait()
-        for backend in self._remote:
-            backend.check_alive()
+        parts, stream, backend = self._parts, self._stream, self._backend
+        backend.is_busy = True
+        try:
+            status = self._compute(stream, self._graph) if parts is None else parts.start()
+            for source, tensor, target, n_bytes in self._reads:
+                self._get(source, tensor, target, 0, n_bytes)
+            if parts is None:
+                self._synchronize(stream)
+            else:
+                parts.wait()
+        finally:
+            backend.is_busy = False
+        for remote in self._remote:
+            remote.check_alive()
         if status:
             check(status, "graph compute")
         return self._arrays

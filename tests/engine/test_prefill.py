@@ -33,6 +33,8 @@ N_CHUNKS = 40
 class SimulatedPools:
     """A legacy pool with a limit; `check` is called before each trim."""
 
+    is_busy = False
+
     def __init__(self, limit: int | None = None, check: Callable[[], None] = lambda: None) -> None:
         self.pool = LegacyPoolSim(limit, relief="none")
         self._check = check

@@ -31,6 +31,7 @@ class ScriptedPools:
     cached: int = 100 * MIB
     live: int = 0
     free: int = 4 * GIB
+    is_busy: bool = False
     calls: list[str] = field(default_factory=list)
 
     def has_legacy(self) -> bool:

@@ -1,0 +1,73 @@
+"""B07: slots share one set of buffers for prompt chunks, and the peak is the plan's, within 2 %."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyggml_dflash.engine.graph_cache import GraphCache
+from pyggml_dflash.ggml.graph import StepGraph, measure_scratch
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.tensor import Tensor
+from pyggml_dflash.options import EngineOptions, Spec
+from tests.engine.test_fit import built, fill, speculate
+from tests.tiny import Tiny, tokens, write_tiny
+
+N_CTX = 1024
+N_SLOTS = 4
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen35", "qwen35moe", "qwen4exp"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny = Tiny(architecture=request.param, n_ctx_train=N_CTX)
+    tiny = Tiny(architecture=request.param, n_ctx_train=N_CTX, n_mtp=int(tiny.has_delta_nets))
+    return write_tiny(tmp_path_factory.mktemp("peak"), tiny)
+
+
+def note_scratch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that collects what graphs that are made from now on ask of ggml beside their memory."""
+    found: list[int] = []
+    once = GraphCache.once
+
+    def noted(self: GraphCache, builder: GraphBuilder, outputs: tuple[Tensor, ...]) -> StepGraph:
+        found.append(measure_scratch(self._backend, builder)["CPU"])
+        return once(self, builder, outputs)
+
+    monkeypatch.setattr(GraphCache, "once", noted)
+    return found
+
+
+def test_four_long_prompts_take_what_was_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ggml keeps for itself to work in is no buffer of ours: the plan counts it, the ledger does not."""
+    spec: Spec = "off" if model.stem == "llama" else "mtp"
+    options = EngineOptions(
+        model=model,
+        max_ctx=N_CTX,
+        slots=N_SLOTS,
+        spec=spec,
+        chunk=128,
+        prefix_cache_max_mib=0,
+        device="CPU",
+        threads=1,
+    )
+    with built(options) as (made, core, ledger):
+        planned = {name: n for name, n in made.fit.devices[0].terms.items() if n}
+        scratch = note_scratch(monkeypatch)
+        graphs = set()
+        for slot in core.slots:
+            fill(core, tokens(N_CTX - 20, seed=slot.id), slot.id)
+            graphs.add(ledger.by_label("CPU")["graphs"])
+        assert len(graphs) == 1  # the first slot's chunks took all the memory that any slot's do
+        core._forwards.decode_batch(core.slots, [7] * N_SLOTS, capture=0 if spec == "mtp" else None)
+        for slot in core.slots:
+            slot.commit(1)
+        core.decode(core.slots[3], 7)
+        if spec == "mtp":
+            fill(core, tokens(N_CTX - 20, seed=9), 0)
+            speculate(core, 0, width=4)
+        whole = sum(planned.values())
+        assert 0.98 * whole <= ledger.peak("CPU") + max(scratch) <= whole
+        counted = {label: n for label, n in ledger.by_label("CPU").items() if label in planned}
+        assert set(planned) - set(counted) == {"graph scratch"}
+        assert max(scratch) <= planned["graph scratch"]

@@ -129,9 +129,12 @@ def check_product(report: Checks, backend: Backend) -> None:
         report.check("legacy pool before the first compute", has_legacy_pool(backend), False)
         with closing(Product(backend)) as product:
             before = product.run(4)
-            report.details["stats_before_trim"] = asdict(pool_stats(backend))
+            stats = pool_stats(backend)
+            report.details["stats_before_trim"] = asdict(stats)
             report.check("legacy pool after it", has_legacy_pool(backend), legacy)
             _check_trims(report, trim_pool(backend), trim_pool(backend))
+            n_graphs = 0 if legacy else stats.n_graphs
+            report.check("captured graphs after the trims", pool_stats(backend).n_graphs, n_graphs)
             report.details["stats_after_trim"] = asdict(pool_stats(backend))
             report.check(
                 "output bytes afterwards", "equal" if product.run(4) == before else "differ", "equal"

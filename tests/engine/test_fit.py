@@ -145,6 +145,7 @@ def speculate(core: EngineCore, slot_id: int, width: int) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_auto_finds_the_best_context_and_it_can_be_filled(case: Case, folder: Path) -> None:
+    """B03: in every slot, with what was planned; a step more is refused before anything loads."""
     cap = cap_of(case, folder)
     options = case.options(folder, cap)
     grid = [*range(STEP, N_TRAIN + 1, STEP)]
@@ -380,6 +381,8 @@ def test_a_chunk_that_was_asked_for_is_part_of_the_fit() -> None:
 
 
 def test_more_slots_and_drafts_leave_less_context() -> None:
+    """B04: and with drafts the context that was found answers, see below."""
+
     def fitted(slots: int, spec: Spec) -> int:
         options = EngineOptions(
             model=QWEN35, max_ctx="auto", slots=slots, spec=spec, device_cap=mib(6), threads=1

@@ -130,6 +130,7 @@ def test_an_answer_does_not_depend_on_trims(
 
 
 def test_growing_temporaries_fill_a_card_unless_they_are_trimmed(untrimmed: tuple[int, ...]) -> None:
+    """B01: forty chunks, each of which takes 2 % more scratch than the one before."""
     limit = 100 * MIB
     with on_a_card(0, limit=limit) as (loaded, _):
         with pytest.raises(DeviceMemoryError, match="pool"):

@@ -28,7 +28,7 @@ LinkType = Literal["f32", "f16"]
 MtpConvention = Literal["all-streams", "per-stream", "llama.cpp"]
 DraftCausal = Literal["auto", "none", "swa", "all"]
 DraftType = Literal["keep", "f32", "f16", "bf16", "q8_0"]
-SnapshotKind = Literal["pageable", "pinned"]
+HostMemory = Literal["pageable", "pinned"]
 
 KV_TYPES: Final[tuple[str, ...]] = get_args(KVType)
 TRIM_VARIABLE: Final = "DFLASH_PREFILL_POOL_TRIM_TOKENS"
@@ -36,6 +36,7 @@ MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 MAX_BIAS: Final = sys.float_info.max
 MAX_WIDTH: Final = 16  # rows of a verify forward
+MIN_STREAM_ROWS: Final = 128  # more than decode and verify forwards have, so that only prompts can differ
 MAX_PREFIXES: Final = 63  # states in memory
 
 
@@ -81,6 +82,14 @@ def check_spec_width(value: object) -> None:
     """Refuse what is neither 'auto' nor a number of rows that a verify forward may have."""
     if not isinstance(value, str) or value != "auto":
         check_int("spec_width", value, 2, MAX_WIDTH)
+
+
+def check_stream_experts(value: object) -> None:
+    """Refuse what is neither 'auto', nor 0, nor more rows than those of decoded tokens."""
+    if not isinstance(value, str) or value != "auto":
+        check_int("stream_experts", value, 0)
+        if value:
+            check_int("stream_experts", value, MIN_STREAM_ROWS)
 
 
 def as_path(name: str, value: object) -> Path:
@@ -160,6 +169,8 @@ class EngineOptions:
     kv_overflow_device: str | None = None  # for keys and values of layers that `device` has no room for
     expert_placement: Path | None = None  # counts of `dflash route-stats`: what is picked most is copied
     expert_budget_mib: int = 8192  # most memory of the target for such copies
+    stream_experts: int | Auto = "auto"  # fewest prompt rows for which `device` copies host experts; 0: never
+    expert_memory: HostMemory = "pageable"  # of experts that are streamed; pinned: copied at full speed
     device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
     device_reserve_mib: int = 0  # memory of the device that is taken and left alone
     fit_margin: str = "10%"  # left free by a fit: a part of what is free, or MiB as in '512'
@@ -176,7 +187,7 @@ class EngineOptions:
     trim_interval: int | Auto | None = None  # prompt tokens between two pool trims; None: the environment's
     prefix_cache_max_mib: int | Auto = "auto"  # most memory of stored states; 0: none are stored
     prefix_cache_entries: int = 32  # most states in memory
-    snapshot_memory: SnapshotKind = "pageable"  # pinned: a discrete GPU copies states at full speed
+    snapshot_memory: HostMemory = "pageable"  # pinned: a discrete GPU copies states at full speed
     kv_cache_dir: Path | None = None  # a folder in which states outlive the process
     kv_cache_budget: int = 4096  # most MiB of files there
     kv_cache_min_tokens: int = 512  # shorter prefixes are not written there
@@ -248,6 +259,8 @@ class EngineOptions:
         if self.expert_placement is not None and not isinstance(self.expert_placement, Path):
             raise refusal("expert_placement", self.expert_placement, "it must be a pathlib.Path or None")
         check_int("expert_budget_mib", self.expert_budget_mib, 0)
+        check_stream_experts(self.stream_experts)
+        check_choice("expert_memory", self.expert_memory, get_args(HostMemory))
         for part in self.tensor_split:
             check_number("tensor_split", part, 0, 1e6, above=True)
 
@@ -265,7 +278,7 @@ class EngineOptions:
         if not isinstance(self.prefix_cache_max_mib, str) or self.prefix_cache_max_mib != "auto":
             check_int("prefix_cache_max_mib", self.prefix_cache_max_mib, 0)
         check_int("prefix_cache_entries", self.prefix_cache_entries, 1, MAX_PREFIXES)
-        check_choice("snapshot_memory", self.snapshot_memory, get_args(SnapshotKind))
+        check_choice("snapshot_memory", self.snapshot_memory, get_args(HostMemory))
         if self.kv_cache_dir is not None and not isinstance(self.kv_cache_dir, Path):
             raise refusal("kv_cache_dir", self.kv_cache_dir, "it must be a pathlib.Path or None")
         if self.kv_cache_dir is not None and not self.stores_states:

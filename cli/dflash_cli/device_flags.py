@@ -7,8 +7,8 @@ from typing import Final, get_args
 
 import click
 
-from dflash_cli.params import DeviceCap, DeviceNames, Parts, WholeNumber
-from pyggml_dflash.options import LinkType, Split
+from dflash_cli.params import DeviceCap, DeviceNames, Parts, StreamRows, WholeNumber
+from pyggml_dflash.options import HostMemory, LinkType, Split
 
 DEVICES: Final = (
     click.option(
@@ -60,6 +60,21 @@ DEVICES: Final = (
         default=8192,
         show_default=True,
         help="Most memory of the target for such copies.",
+    ),
+    click.option(
+        "--stream-experts",
+        type=StreamRows(),
+        default="auto",
+        show_default=True,
+        help="Prompt rows of a forward from which on experts in host memory are copied to --device, and"
+        " computed there; 'auto': 1024 beside a GPU; 'off'.",
+    ),
+    click.option(
+        "--expert-memory",
+        type=click.Choice(get_args(HostMemory)),
+        default="pageable",
+        show_default=True,
+        help="Host memory of experts that are copied so; pinned is copied faster, but is a copy of the file.",
     ),
     click.option(
         "--device-cap",

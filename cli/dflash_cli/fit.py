@@ -74,6 +74,7 @@ def _summary_rows(report: FitReport) -> list[list[str]]:
         ["cache", f"K {report.cache_type_k}, V {report.cache_type_v}"],
         ["drafts", report.spec],
         ["devices", printable(report.placement)],
+        *([["experts", f"copied for {report.stream_rows} rows and more"]] if report.stream_rows else []),
     ]
 
 

@@ -134,6 +134,22 @@ class TrimInterval(Param):
         return found
 
 
+class StreamRows(Param):
+    """Rows of a forward, 'auto' or 'off'."""
+
+    name = "rows"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
+        """A number, 0 for 'off', or 'auto' as it is."""
+        if isinstance(value, int):
+            return value
+        if value == "auto":
+            return "auto"
+        if value != "off" and not re.fullmatch(r"[0-9]{1,10}", value):
+            self.fail(f"{value!r} is no number of rows; pass one as in 1024, or 'auto', or 'off'.")
+        return 0 if value == "off" else int(value)
+
+
 class ChunkSize(Param):
     """Prompt rows of a forward, or 'auto'."""
 

@@ -221,6 +221,8 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
 
     if n_tokens <= HOT_ROWS and w.get("hot.index") is not None:
         total = _hot_and_cold(g, w, x, chosen, weights, moe)
+    elif g.streams(w["ffn_down_exps.weight"], n_tokens):
+        total = _sum_of_used(g, _weighted(g, w, "exps", x, chosen, weights, moe))
     else:
         there = g.sent(x, w["ffn_down_exps.weight"], n_tokens)
         with g.at(w["ffn_down_exps.weight"]):  # only sums come back

@@ -6,6 +6,7 @@ context, with a real ledger to run them and with a dry one to measure them.
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,7 +20,14 @@ from pyggml_dflash.engine.graph_cache import Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
-from pyggml_dflash.engine.split import choose_hot_experts, choose_split, model_size, open_backends
+from pyggml_dflash.engine.split import (
+    choose_hot_experts,
+    choose_split,
+    model_size,
+    open_backends,
+    stream_request,
+)
+from pyggml_dflash.engine.step import granule_of
 from pyggml_dflash.errors import BackendError, UsageError
 from pyggml_dflash.ggml.device import Backend, devices
 from pyggml_dflash.ggml.element import ElementType
@@ -39,8 +47,10 @@ from pyggml_dflash.model.weights import (
 from pyggml_dflash.options import EngineOptions, split_max_ctx
 from pyggml_dflash.plan.hot_experts import HotPlan
 from pyggml_dflash.plan.split import SplitPlan
+from pyggml_dflash.plan.streaming import CHUNK, NO_STREAMING, Streaming, choose_streaming
 from pyggml_dflash.state.slot import SlotTable
 
+LOG: Final = logging.getLogger(__name__)
 DEFAULT_MAX_CTX: Final = 8192
 DEFAULT_CHUNK: Final = 512
 # For one row ggml's fused attention on CPUs is slower than the plain one from about 200 cache rows on: a step
@@ -75,14 +85,19 @@ def first_ctx(options: EngineOptions, config: ModelConfig) -> int:
 
 
 def settle(
-    options: EngineOptions, architecture: Architecture, config: ModelConfig, *, n_ctx: int | None = None
+    options: EngineOptions,
+    architecture: Architecture,
+    config: ModelConfig,
+    *,
+    n_ctx: int | None = None,
+    usual_chunk: int = DEFAULT_CHUNK,
 ) -> Settings:
     """Choose what options leave open; a value that cannot be used raises `UsageError`.
 
-    `n_ctx`: the context, where it was found otherwise.
+    `n_ctx`: the context, where it was found otherwise. `usual_chunk`: rows, where nobody asked for some.
     """
     n_ctx = first_ctx(options, config) if n_ctx is None else n_ctx
-    chunk = min(DEFAULT_CHUNK, n_ctx) if isinstance(options.chunk, str) else options.chunk
+    chunk = min(usual_chunk, n_ctx) if isinstance(options.chunk, str) else options.chunk
     if chunk > n_ctx:
         raise UsageError(f"chunk is {chunk}; it must be at most the context of {n_ctx}")
     types = []
@@ -110,6 +125,7 @@ class Blueprint:
     host: Backend | None  # where embedding rows are gathered, if not on `backend`
     split: SplitPlan
     hot: HotPlan | None  # experts that are copied to the target
+    streaming: Streaming  # which forwards copy all of them there
     placements: tuple[Placement, ...]
     choice: SpecChoice  # of a drafter
     recording: Recording | None
@@ -129,6 +145,19 @@ class Blueprint:
         return replace(self, choice=self.choice.without(reason), recording=None, placements=placements)
 
     @property
+    def usual_chunk(self) -> int:
+        """Most rows of a chunk that nobody asked for."""
+        rows = self.streaming.rows
+        return max(CHUNK, rows) if rows else DEFAULT_CHUNK
+
+    def without_streaming(self, reason: str) -> Blueprint:
+        """The same engine, its experts computing where they lie, and why."""
+        found = replace(self, streaming=self.streaming.without(reason))
+        routed = {p.name: p.spec for p in self.placements if p.device and p.device == self.split.expert}
+        again = {p.name: p for p in _placed(found.options, self.file, routed, self.backend, self.split)}
+        return replace(found, placements=tuple(again.get(p.name, p) for p in self.placements))
+
+    @property
     def backends(self) -> tuple[Backend, ...]:
         """Every backend, that of the target first."""
         found = self.backend.all
@@ -141,7 +170,12 @@ class Blueprint:
     def model(self, weights: LoadedWeights) -> Model:
         """What forwards are built from."""
         return Model(
-            self.architecture, self.config, weights, self.flash_attn, plain_kv(self.options, self.backend)
+            self.architecture,
+            self.config,
+            weights,
+            self.flash_attn,
+            plain_kv(self.options, self.backend),
+            stream_rows=self.streaming.rows,
         )
 
     def load_weights(self, ledger: Ledger, progress: LoadProgress | None = None) -> LoadedWeights:
@@ -197,8 +231,11 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
     split, infos = choose_split(options, model_size(file, model.specs, config, state_bytes))
     backend = open_backends(infos, options, stack)
     _check_caps(options, backend.all)
-    repack = options.repack != "off"
-    placements = tuple(place_weights(file, model.specs, backend, repack=repack, device_of=split.device_of))
+    streaming = choose_streaming(
+        stream_request(options, split, backend, file, model.specs, _most_rows(options, config))
+    )
+    streaming = _told(streaming, backend, _most_rows(options, config))
+    placements = _placed(options, file, model.specs, backend, split, streaming)
     moved = (p.source.n_bytes for p in placements if p.kind != "mapped" and p.device == 0)
     taken = sum(moved) + 2**20 * options.device_reserve_mib
     free = max(0, ledger.free(backend.name, backend.memory_free()) - taken)
@@ -211,10 +248,60 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
         host=None if backend.is_host else _host_backend(backend, stack, options.threads),
         split=split,
         hot=choose_hot_experts(options, split, file, config),
+        streaming=streaming,
         placements=placements,
         choice=model.choice,
         recording=None if plan is None else choose_recording(plan, architecture, config, backend, free),
         flash_attn=choose_flash_attn(options, model, backend, placements, split),
+    )
+
+
+def _most_rows(options: EngineOptions, config: ModelConfig) -> int:
+    """Rows that a forward of a prompt may have where experts are streamed."""
+    usual = max(CHUNK, options.stream_experts if isinstance(options.stream_experts, int) else 0)
+    chunk = options.chunk if isinstance(options.chunk, int) else usual
+    return granule_of(min(chunk, first_ctx(options, config)), options.slots)
+
+
+def _told(streaming: Streaming, target: Backend, most_rows: int) -> Streaming:
+    """The choice, logged; without pinned memory where the target has none."""
+    if not streaming.rows:
+        return streaming
+    if streaming.pinned and target.pinned_buffer_type is None:
+        LOG.warning("%s has no pinned memory: experts lie in ordinary memory", target.name)
+        streaming = replace(streaming, pinned=False)
+    memory = "pinned host memory" if streaming.pinned else "host memory"
+    what = f"forwards of {streaming.rows} rows and more copy experts from {memory} to {target.name}"
+    if most_rows < streaming.rows:
+        LOG.warning("%s; those of this engine have at most %d", what, most_rows)
+    else:
+        LOG.info("%s", what)
+    return streaming
+
+
+def _placed(
+    options: EngineOptions,
+    file: GgufFile,
+    specs: dict[str, TensorSpec],
+    backend: Backend,
+    split: SplitPlan,
+    streaming: Streaming = NO_STREAMING,
+) -> tuple[Placement, ...]:
+    """Where weights go; experts that are streamed lie in memory that other devices can copy."""
+    is_routed = split.kind == "experts"
+    streamed = (
+        [n for n in specs if is_routed and split.device_of(n) == split.expert] if streaming.rows else []
+    )
+    return tuple(
+        place_weights(
+            file,
+            specs,
+            backend,
+            repack=options.repack != "off",
+            device_of=split.device_of,
+            streamed=frozenset(streamed),
+            pinned=streaming.pinned,
+        )
     )
 
 

@@ -6,6 +6,7 @@ everything that will be resident there, a prefill chunk at the end of the contex
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -38,6 +39,7 @@ from pyggml_dflash.plan.context import ContextChoice, ContextFit, Probe, choose_
 from pyggml_dflash.plan.measure import MemoryProbe
 from pyggml_dflash.state.snapshot import LABEL as SNAPSHOTS
 
+LOG: Final = logging.getLogger(__name__)
 CAP_STEP: Final = 2**20  # of a cap that is proposed
 FLOOR_ROWS: Final = 256  # smallest chunk that a context is given up for
 MIN_GPU_HEADROOM: Final = 256 * 2**20  # driver and kernels take memory that no allocator tells
@@ -128,10 +130,16 @@ class Planner:
 
     def settings(self, n_ctx: int, chunk: int | None = None) -> Settings:
         """Choices for a context; without a chunk the smallest useful one, or the one asked for."""
-        found = settle(self.options, self.blueprint.architecture, self.config, n_ctx=n_ctx)
+        found = self._settled(n_ctx)
         if isinstance(self.options.chunk, int):
             return found
-        return replace(found, chunk=min(found.chunk, FLOOR_ROWS) if chunk is None else chunk)
+        floor = max(FLOOR_ROWS, self.blueprint.streaming.rows)
+        return replace(found, chunk=min(found.chunk, floor) if chunk is None else chunk)
+
+    def _settled(self, n_ctx: int) -> Settings:
+        """Choices for a context, with the largest chunk."""
+        b = self.blueprint
+        return settle(self.options, b.architecture, self.config, n_ctx=n_ctx, usual_chunk=b.usual_chunk)
 
     def plan_at(self, n_ctx: int) -> ChunkPlan:
         """What a context takes with the smallest useful chunk, measured."""
@@ -139,7 +147,7 @@ class Planner:
 
     def with_chunk(self, plan: ChunkPlan) -> ChunkPlan:
         """A plan that fits, with the largest chunk that has room too."""
-        most = settle(self.options, self.blueprint.architecture, self.config, n_ctx=plan.n_ctx).chunk
+        most = self._settled(plan.n_ctx).chunk
         if plan.chunk == most:
             return plan
 
@@ -319,8 +327,24 @@ class Planner:
 def find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Planner, ContextChoice]:
     """A context, and the planner that chose it, which `stack` closes.
 
-    A drafter that nobody named is left out, with the reason, where nothing fits beside it.
+    What nobody asked for is left out, with the reason, where nothing fits beside it: copies of experts, then
+    a drafter.
     """
+    if not blueprint.streaming.may_be_left_out:
+        return _find_fit(blueprint, ledger, stack)
+    planner = Planner(blueprint, ledger)
+    stack.callback(planner.close)
+    choice = planner.choose()
+    miss = choice.smallest_miss
+    if choice.plan is not None or miss is None:
+        return planner, choice
+    room = room_on(miss.device, planner.binding_cap(miss))
+    reason = f"copies would take {human_bytes(miss.missing)} more than {room}"
+    LOG.info("experts are not streamed: %s", reason)
+    return _find_fit(blueprint.without_streaming(reason), ledger, stack)
+
+
+def _find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Planner, ContextChoice]:
     planner = Planner(blueprint, ledger)
     stack.callback(planner.close)
     if not blueprint.choice.may_be_left_out:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
-from pyggml_dflash.engine.assembly import draw, first_ctx, open_model
+from pyggml_dflash.engine.assembly import Blueprint, draw, first_ctx, open_model
 from pyggml_dflash.engine.fit import SMALLER_TYPES, Planner
 from pyggml_dflash.engine.kv_overflow import find_fit_with_overflow
 from pyggml_dflash.engine.snapshot_plan import with_snapshots
@@ -49,6 +49,7 @@ class FitReport:
     cache_type_v: str
     spec: str
     placement: str  # what lies where, and why
+    stream_rows: int  # fewest rows of a forward for which experts in host memory are copied; 0: never
     devices: tuple[DeviceShare, ...]  # of the context found; of the smallest one tried when none fits
     trace: tuple[Probe, ...]
     flags: tuple[str, ...]  # that open the same engine without a search
@@ -132,12 +133,23 @@ def make_report(
         cache_type_v=options.cache_type_v,
         spec=spec,
         placement=described(b.split),
+        stream_rows=b.streaming.rows,
         devices=shown.shares,
         trace=choice.trace,
-        flags=() if plan is None else _flags(as_asked(options, b.split), plan),
+        flags=() if plan is None else _flags(_as_chosen(b), plan),
         alternatives=tuple(alternatives),
         seconds=seconds,
     )
+
+
+def _as_chosen(blueprint: Blueprint) -> EngineOptions:
+    """Options that ask for the placement that was chosen."""
+    options = as_asked(blueprint.options, blueprint.split)
+    streaming = blueprint.streaming
+    if not streaming.is_possible:
+        return options
+    memory = options.expert_memory if streaming.rows else "pageable"
+    return replace(options, stream_experts=streaming.rows, expert_memory=memory)
 
 
 def _flags(options: EngineOptions, plan: ChunkPlan) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class Model:
     flash_attn: bool
     plain_kv: range = range(0)  # cache rows over which decode and verify attend without flash attention
     paddings: Paddings = NO_PADDING  # of products with its weights
+    stream_rows: int = 0  # fewest rows for which experts are copied to the target; 0: never
 
     def uses_flash(self, key: GraphKey) -> bool:
         """Whether a forward of this key uses flash attention; the same for decode and verify."""
@@ -89,7 +90,7 @@ def build_graph(
     max_nodes = model.architecture.max_nodes(model.config, len(key.parts)) + 64
     max_nodes += max_nodes // model.config.n_layer  # the end of the last layer may be there twice
     max_nodes += max_nodes // 2 if model.paddings else 0
-    builder = builder_for(backend, max_nodes, model.paddings)
+    builder = builder_for(backend, max_nodes, model.paddings, stream_rows=model.stream_rows)
     try:
         logits = model.architecture.build(builder, model.config, model.weights, state, step(builder))
         if logits is None:

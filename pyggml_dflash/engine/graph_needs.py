@@ -92,10 +92,12 @@ class _Needs:
         return probe.largest((key, self._builder(key)) for key in graphs)
 
     def _chunks(self) -> set[int]:
-        """Rows of the chunks at the end of the context that may take most: a tail, the most in each form."""
+        """Rows of the chunks at the end of the context that may take most: a tail, the most in each form, and
+        the most whose experts compute where they lie."""
         form, n_ctx, chunk = self._forwards.form, self._n_ctx, self._forwards.chunk
         most = last_of_each_run(lambda n: form(n_ctx - n, n, n_ctx), 1, chunk + 1)
-        return {min(chunk, SHORT_TAIL), *most}
+        streamed = self._forwards.model.stream_rows
+        return {min(chunk, SHORT_TAIL), *most, *([min(chunk, streamed - 1)] if streamed else ())}
 
     def _furthest(self, n_tokens: int, depths: Sequence[int]) -> list[tuple[int, str]]:
         """Cache rows and form of the furthest forwards of so many rows, up to each depth and in each form.

@@ -40,6 +40,7 @@ class EngineInfo:
     n_layer: int
     slots: int
     chunk: int
+    stream_rows: int  # fewest rows of a forward for which experts in host memory are copied; 0: never
     granule: int  # most rows of a prompt's forward: the chunk, and less where there are several slots
     cache_type_k: str
     cache_type_v: str

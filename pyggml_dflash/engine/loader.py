@@ -91,6 +91,8 @@ def reload(options: EngineOptions, parked: Loaded, report: ProgressCallback) -> 
         max_ctx=info.n_ctx,
         min_ctx=None,
         chunk=info.chunk,
+        stream_experts=info.stream_rows,
+        expert_memory=options.expert_memory if info.stream_rows else "pageable",
         draft=options.draft or found,
         spec=cast("Spec", info.spec),
     )
@@ -303,6 +305,7 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         n_layer=config.n_layer,
         slots=options.slots,
         chunk=fit.chunk,
+        stream_rows=blueprint.streaming.rows,
         granule=granule_of(fit.chunk, options.slots),
         cache_type_k=options.cache_type_k,
         cache_type_v=options.cache_type_v,

@@ -69,6 +69,7 @@ def _fingerprint(blueprint: Blueprint, slots: SlotTable, rows: int, paddings: Pa
         "flash_attn": blueprint.flash_attn,
         "plain_kv": plain_kv(blueprint.options, backend),
         "rows": rows,
+        "stream_rows": blueprint.streaming.rows,
         "paddings": [*sorted(map(repr, paddings.kinds.items())), paddings.others],  # of short forwards
         "placement": kinds.hexdigest(),
     }

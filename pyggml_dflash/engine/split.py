@@ -9,6 +9,7 @@ from typing import Final
 
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml.device import Backend, DeviceInfo, devices, named_device
+from pyggml_dflash.ggml.placement import can_compute
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.hot_experts import expert_bytes
@@ -16,6 +17,7 @@ from pyggml_dflash.model.weights import TensorSpec
 from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.plan.hot_experts import HotPlan, RouteStats, choose_hot
 from pyggml_dflash.plan.split import LAYER, ROUTED, DeviceRoom, ModelSize, SplitPlan, SplitRequest, plan_split
+from pyggml_dflash.plan.streaming import StreamRequest
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -98,6 +100,34 @@ def choose_hot_experts(
         100 * plan.coverage,
     )
     return plan if plan.n_copies else None
+
+
+def stream_request(
+    options: EngineOptions,
+    split: SplitPlan,
+    backend: Backend,
+    file: TensorFile,
+    specs: dict[str, TensorSpec],
+    most_rows: int,
+) -> StreamRequest:
+    """What streaming experts to the target would meet; `most_rows`: of a forward of a prompt."""
+    routed = [
+        (name, spec) for name, spec in specs.items() if split.expert and split.device_of(name) == split.expert
+    ]
+    lacking = (
+        f"{name!r} of type {file.tensors[name].type.label}"
+        for name, spec in routed
+        if not can_compute(backend, file.tensors[name].type, spec.shape, spec.use)
+    )
+    return StreamRequest(
+        rows=options.stream_experts,
+        memory=options.expert_memory,
+        repacks=options.repack == "on",
+        most_rows=most_rows,
+        target=backend.info.kind,
+        experts=backend.all[split.expert].info.kind if split.kind == "experts" else None,
+        lacks=next(lacking, None),
+    )
 
 
 def _named(options: EngineOptions) -> tuple[str, ...]:

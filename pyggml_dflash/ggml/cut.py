@@ -49,6 +49,7 @@ class Copy:
     twin: CData
     home: int  # backend of the source
     is_leaf: bool
+    is_queued: bool = False  # plain memory that this graph leaves as it is, for another device's stream
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ class Cut:
             self._context = context.ptr
             for node in nodes:
                 self._place(node)
+            self._find_queued()
             self._write_back(builder.graph)
             self._prepare(stack, builder.graph, 4 * (len(nodes) + n_crossing) + 64)
             self._stack = stack.pop_all()
@@ -152,13 +154,22 @@ class Cut:
         is_leaf = bool(root.op == lib.GGML_OP_NONE)  # inputs and weights are there before the graph runs
         made_in = max(written, -1 if is_leaf else self._made_in[address(root)])
         part = self.parts[-1]
-        if part.computes and made_in > part.waits_for:
+        is_weight = is_leaf and not root.flags & lib.GGML_TENSOR_FLAG_INPUT  # large: no room for two at once
+        if part.computes and (made_in > part.waits_for or is_weight):
             part = Part(at)
             self.parts.append(part)
         part.waits_for = max(part.waits_for, made_in)
         self._twins[key] = twin, len(self.parts) - 1
         part.copies.append(Copy(x, twin, self._home_of(x), is_leaf))
         return twin
+
+    def _find_queued(self) -> None:
+        """Mark the copies that no operation can overtake: the order of the reader's stream is enough."""
+        for part in self.parts:
+            for copy in part.copies:
+                root = copy.source if copy.source.view_src == ffi.NULL else copy.source.view_src
+                from_host = self.backends[copy.home].is_host and not self.backends[part.backend].is_host
+                copy.is_queued = from_host and copy.is_leaf and address(root) not in self._written
 
     def _write_back(self, graph: CData) -> None:
         """Give the graph its operations in the order of the parts, so that each part is a run of them."""

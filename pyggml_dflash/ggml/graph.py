@@ -292,17 +292,19 @@ class StepGraph:
 class PartsRun:
     """Runs the parts of a cut graph that has its memory; a part waits for what it reads, no more."""
 
-    __slots__ = ("_compute", "_copy", "_parts", "_streams", "_synchronize")
+    __slots__ = ("_compute", "_copy", "_parts", "_queue", "_streams", "_synchronize")
 
     def __init__(self, cut: Cut) -> None:
         self._compute = lib.ggml_backend_graph_compute_async
         self._copy, self._synchronize = lib.ggml_backend_tensor_copy_async, lib.ggml_backend_synchronize
+        self._queue = lib.ggml_backend_tensor_set_async
         streams = [b.ptr for b in cut.backends]
         self._parts = [
             (
                 streams[part.backend],
                 part.graph if part.computes else None,
-                [(streams[c.home], c.source, c.twin) for c in part.copies],
+                [(streams[c.home], c.source, c.twin) for c in part.copies if not c.is_queued],
+                [(c.twin, c.source.data, lib.ggml_nbytes(c.source)) for c in part.copies if c.is_queued],
             )
             for part in cut.parts
         ]
@@ -311,11 +313,13 @@ class PartsRun:
     def start(self) -> int:
         """Queue everything; the first status that is no success, else 0."""
         failed = 0
-        for stream, graph, copies in self._parts:
+        for stream, graph, copies, queued in self._parts:
             if copies:
                 self._synchronize(stream)  # what lies where the twins go may still be read
                 for source_stream, source, twin in copies:
                     self._copy(source_stream, stream, source, twin)
+            for twin, data, n_bytes in queued:
+                self._queue(stream, twin, data, 0, n_bytes)
             if graph is not None:
                 failed = failed or self._compute(stream, graph)
         return failed

@@ -100,6 +100,10 @@ class GraphBuilder:
         with self.at(to):
             return self.cast(half, ElementType.F32)
 
+    def streams(self, weight: Tensor, n_rows: int) -> bool:
+        """True if products of so many rows are made here, with a copy of a weight in host memory."""
+        return self.pins is not None and self.pins.streams(weight, n_rows)
+
     @contextmanager
     def at(self, x: Tensor) -> Iterator[None]:
         """Run what is built inside where `x`, which has memory of its own, lies."""

@@ -21,15 +21,17 @@ def address(pointer: CData) -> int:
 class Pins:
     """Backends by their place in `backends`; `now` is where the next operation runs."""
 
-    __slots__ = ("_by_buffer", "_by_device", "_of", "backends", "half_links", "now")
+    __slots__ = ("_by_buffer", "_by_device", "_host", "_of", "backends", "half_links", "now", "stream_rows")
 
-    def __init__(self, backends: Sequence[Backend], *, half_links: bool = False) -> None:
-        """`half_links`: rows of a prompt may cross between backends in half precision."""
-        self.backends, self.now, self.half_links = tuple(backends), 0, half_links
+    def __init__(
+        self, backends: Sequence[Backend], *, half_links: bool = False, stream_rows: int = 0
+    ) -> None:
+        """`half_links`: rows of a prompt may cross between backends in half precision. `stream_rows`: fewest
+        rows for which experts in host memory are copied to whom the rows belong; 0: never."""
+        self.backends, self.now = tuple(backends), 0
+        self.half_links, self.stream_rows = half_links, stream_rows
         self._by_device = {address(b.device): i for i, b in enumerate(self.backends)}
-        host = next((i for i, b in enumerate(self.backends) if b.is_host), None)
-        if host is not None:
-            self._by_device[0] = host  # memory that was mapped names no device
+        self._host = next((i for i, b in enumerate(self.backends) if b.is_host), None)
         self._by_buffer: dict[int, int] = {}
         self._of: dict[int, int] = {}
 
@@ -56,6 +58,19 @@ class Pins:
         buffer = address(root.buffer)
         if buffer not in self._by_buffer:
             assert buffer, f"{Tensor(root)!r} has no memory to follow"
-            device = lib.ggml_backend_buft_get_device(lib.ggml_backend_buffer_get_type(root.buffer))
-            self._by_buffer[buffer] = self._by_device[address(device)]
+            self._by_buffer[buffer] = self._holder(root.buffer)
         return self._by_buffer[buffer]
+
+    def _holder(self, buffer: CData) -> int:
+        """The backend of a buffer's device; the CPU's for plain memory, whatever device pinned it."""
+        device = lib.ggml_backend_buft_get_device(lib.ggml_backend_buffer_get_type(buffer))
+        found = self._by_device.get(address(device), self._host)
+        assert found is not None
+        is_pinned = lib.ggml_backend_buffer_is_host(buffer) and not self.backends[found].is_host
+        return self._host if is_pinned and self._host is not None else found
+
+    def streams(self, weight: Tensor, n_rows: int) -> bool:
+        """True if a weight is copied to where the builder stands, for so many rows."""
+        return (
+            0 < self.stream_rows <= n_rows and self.home(weight.ptr) == self._host and self.now != self._host
+        )

@@ -88,11 +88,14 @@ def can_run(backend: Backend, op: Tensor) -> bool:
     return True
 
 
-def builder_for(backend: Backend, max_nodes: int, paddings: Paddings = NO_PADDING) -> GraphBuilder:
-    """An empty graph that runs on a backend and its peers; `paddings` as of `GraphBuilder`."""
+def builder_for(
+    backend: Backend, max_nodes: int, paddings: Paddings = NO_PADDING, *, stream_rows: int = 0
+) -> GraphBuilder:
+    """An empty graph that runs on a backend and its peers; `paddings` as of `GraphBuilder`, `stream_rows` as
+    of `Pins`."""
     if not backend.peers:
         return GraphBuilder(max_nodes, lambda op: can_run(backend, op), paddings)
-    pins = Pins(backend.all, half_links=backend.half_links)
+    pins = Pins(backend.all, half_links=backend.half_links, stream_rows=stream_rows)
     return GraphBuilder(max_nodes, lambda op: can_run(pins.backend, op), paddings, pins)
 
 

@@ -7,11 +7,12 @@ since only a few of its rows are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError
 from pyggml_dflash.ggml.arena import MappedArena, TensorArena, write
@@ -25,8 +26,10 @@ from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.hot_experts import HotExperts
 
+LOG: Final = logging.getLogger(__name__)
 MAPPED_ALIGNMENT: Final = 32  # bytes; ggml's kernels may assume it, and files with odd alignments exist
 UPLOAD_PIECE: Final = 16 * 2**20  # bytes between two progress reports
+PINNED: Final = "pinned"  # kind of weights in host memory that the target copies at full speed
 HEAD: Final = "output.weight"
 EMBEDDING: Final = "token_embd.weight"
 
@@ -101,7 +104,7 @@ class Placement:
     name: str  # in the model
     source: TensorInfo  # in the file
     spec: TensorSpec
-    kind: str  # 'mapped', 'uploaded', or the name of a repacked layout
+    kind: str  # 'mapped', 'uploaded', 'pinned', or the name of a repacked layout
     device: int = 0  # of a backend and its peers, in this order
 
 
@@ -112,10 +115,13 @@ def place_weights(
     *,
     repack: bool,
     device_of: Callable[[str], int] = lambda name: 0,
+    streamed: Container[str] = (),
+    pinned: bool = False,
 ) -> list[Placement]:
     """Decide where every tensor goes, from the table alone; a tied head reads the embedding table.
 
-    `device_of`: by a tensor's name, the place of its device among the target and its peers.
+    `device_of`: by a tensor's name, the place of its device among the target and its peers. `streamed`: names
+    of tensors that the target copies, so they lie as they do in the file, in `pinned` memory or not.
     """
     wanted = dict(specs)
     if HEAD not in wanted and EMBEDDING in wanted:
@@ -128,14 +134,21 @@ def place_weights(
         in_place = spec.use == "rows" or (backend.is_host and info.offset % MAPPED_ALIGNMENT == 0)
         kind = "mapped" if in_place else "uploaded"
         if spec.use != "rows" or backend.is_host:
-            layout = repacked_buffer_type(backend, info.type, spec.shape, spec.use) if repack else None
+            packs = repack and name not in streamed
+            layout = repacked_buffer_type(backend, info.type, spec.shape, spec.use) if packs else None
             if layout is not None:
                 kind = buffer_type_name(layout)
             elif not can_compute(backend, info.type, spec.shape, spec.use):
                 what = f"tensor {file.shown(info.name)!r} of type {info.type.label}"
                 raise UnsupportedModelError(f"{file.path}: {backend.name} cannot compute with {what}")
+            elif pinned and name in streamed:
+                kind = PINNED
         placements.append(Placement(name, info, spec, kind, device))
     return placements
+
+
+def _layouts(backend: Backend) -> dict[str, Any]:
+    return {buffer_type_name(b): b for b in backend.extra_buffer_types()}
 
 
 class LoadedWeights:
@@ -166,7 +179,8 @@ class LoadedWeights:
             for i, own in enumerate(backend.all):
                 here = [p for p in placements if p.device == i]
                 self._place_mapped(stack, [p for p in here if p.kind == "mapped"], own, ledger)
-                self._declare(stack, [p for p in here if p.kind != "mapped"], own, ledger)
+                layouts = {PINNED: backend.pinned_buffer_type, **_layouts(own)}
+                self._declare(stack, [p for p in here if p.kind != "mapped"], own, ledger, layouts)
             if not ledger.dry:
                 self._fill(moved, progress)
             self._stack = stack.pop_all()
@@ -185,8 +199,14 @@ class LoadedWeights:
         if backend.is_host and n_bytes:
             stack.callback(ledger.charge(backend.name, f"{self._label} (mapped)", n_bytes).release)
 
-    def _declare(self, stack: ExitStack, moved: list[Placement], backend: Backend, ledger: Ledger) -> None:
-        layouts = {buffer_type_name(b): b for b in backend.extra_buffer_types()}
+    def _declare(
+        self,
+        stack: ExitStack,
+        moved: list[Placement],
+        backend: Backend,
+        ledger: Ledger,
+        layouts: Mapping[str, Any],
+    ) -> None:
         for kind in sorted({p.kind for p in moved}):
             inside = [p for p in moved if p.kind == kind]
             label = self._label if kind == "uploaded" else f"{self._label} ({kind})"
@@ -195,6 +215,8 @@ class LoadedWeights:
             for p in inside:
                 self._tensors[p.name] = arena.declare(p.name, p.source.type, *p.spec.shape)
             arena.allocate()
+            if kind == PINNED and not ledger.dry and self._tensors[inside[0].name].memory == "CPU":
+                LOG.warning("the driver gave no pinned memory: experts lie in ordinary memory")
             self.n_bytes[kind] = self.n_bytes.get(kind, 0) + arena.n_bytes
 
     def _fill(self, moved: list[Placement], progress: LoadProgress | None) -> None:
@@ -203,7 +225,8 @@ class LoadedWeights:
             progress(0, total)
         for p in moved:
             data, tensor = self.file.data(p.source), self._tensors[p.name]
-            piece = UPLOAD_PIECE if p.kind == "uploaded" else p.source.n_bytes  # a layout takes whole tensors
+            is_plain = p.kind in ("uploaded", PINNED)
+            piece = UPLOAD_PIECE if is_plain else p.source.n_bytes  # a layout takes whole tensors
             for start in range(0, p.source.n_bytes, piece):
                 part = data[start : start + piece]
                 write(tensor, part, start)

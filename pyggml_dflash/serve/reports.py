@@ -267,6 +267,7 @@ def _runtime(service: Service, reading: Reading) -> dict[str, Any]:
     return {
         "max_ctx": info.n_ctx,
         "chunk": info.chunk,
+        "stream_experts": info.stream_rows,
         "slots": service.desk.n_slots,
         "device": info.device,
         "threads": info.threads,

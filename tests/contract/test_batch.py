@@ -166,7 +166,9 @@ def test_a_device_that_lacks_operations_computes_the_same(
 ) -> None:
     """Then convolutions, the indexer and the streams are composed of others."""
 
-    def composing(backend: Backend, max_nodes: int, doubled: Set[WeightKind]) -> GraphBuilder:
+    def composing(
+        backend: Backend, max_nodes: int, doubled: Set[WeightKind], *, stream_rows: int
+    ) -> GraphBuilder:
         return GraphBuilder(max_nodes, lambda op: False, doubled)
 
     monkeypatch.setattr("pyggml_dflash.engine.forward.builder_for", composing)

@@ -260,7 +260,9 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         "kv_overflow_device",
         "expert_placement",
         "expert_budget_mib",
-    }  # in test_workers
+        "stream_experts",
+        "expert_memory",
+    }  # in test_workers and test_streaming
     assert at_default == {"chunk"} | several  # an option that is new belongs above
     expected = replace(options, max_ctx=report.n_ctx, min_ctx=None, chunk=report.chunk, queue_limit=None)
     assert found == [expected]  # a queue takes no memory, and `dflash serve` has one of its own

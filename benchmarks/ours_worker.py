@@ -34,22 +34,30 @@ class Ours:
 
     def _open(self, command: Answer) -> Answer:
         placement = {"expert_device": "CPU"} if command["experts_on_cpu"] else {}
-        self._engine = Engine.open(
-            command["model"],
-            max_ctx=command["n_ctx"],
-            chunk=command["chunk"],
-            device=command["device"],
-            spec="off",  # the peer decodes plainly too
-            threads=command["threads"],
-            cache_type_k=command["kv"],
-            cache_type_v=command["kv"],
-            flash_attn=command["flash_attn"],
-            repack="auto" if command["repack"] else "off",
-            prefix_cache_max_mib=0,  # the same prompt is read again and again
+        options = {
+            "max_ctx": command["n_ctx"],
+            "chunk": command["chunk"],
+            "device": command["device"],
+            "spec": "off",  # the peer decodes plainly too
+            "threads": command["threads"],
+            "cache_type_k": command["kv"],
+            "cache_type_v": command["kv"],
+            "flash_attn": command["flash_attn"],
+            "repack": "auto" if command["repack"] else "off",
+            "prefix_cache_max_mib": 0,  # the same prompt is read again and again
             **placement,
-        )
+            **command["ours"],
+        }
+        self._engine = Engine.open(command["model"], **options)
         info = self._engine.info
-        return {"pid": os.getpid(), "device": info.device, "weights": info.weight_bytes}
+        return {
+            "pid": os.getpid(),
+            "device": info.device,
+            "weights": info.weight_bytes,
+            "chunk": info.chunk,
+            "stream_rows": info.stream_rows,
+            "planned": {d.device: sum(d.terms.values()) for d in self._engine.fit_report().devices},
+        }
 
     def _run(self, tokens: list[int], n_decode: int) -> Answer:
         """Prefill, then `n_decode` forwards of one token each; the token after the last is chosen too."""

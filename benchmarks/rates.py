@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -39,6 +39,7 @@ class Work:
     repack: bool = True
     device: str | None = "CPU"  # None: the first GPU, else the CPU
     experts_on_cpu: bool = False  # the rest on `device`
+    ours: Mapping[str, Any] = field(default_factory=dict)  # more options of `Engine.open`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

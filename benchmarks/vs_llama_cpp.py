@@ -7,6 +7,11 @@ key/value type, flash attention, chunk and context on both sides. Both run the s
 logits of its last row, then one forward per token with the best token fed back. Ours is timed through
 `Engine.stream`, with all its Python; the peer through llama.cpp's C functions, without its Python sampling.
 The ids that both chose are compared, which shows that they did the same work.
+
+    python benchmarks/vs_llama_cpp.py MOE.gguf --device CUDA0 --experts-on-cpu --prefill 8192 --chunk 2048 \
+        --ours stream_experts=1024 --ours expert_memory=pinned
+
+keeps routed experts in host memory on both sides; `--ours` gives options that only ours has.
 """
 
 from __future__ import annotations
@@ -77,6 +82,17 @@ def as_table(work: Work, sides: Mapping[str, SideRates]) -> Table:
     return table
 
 
+def parse_ours(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    """Options of `Engine.open` from NAME=VALUE; whole numbers become such."""
+    found: dict[str, Any] = {}
+    for text in values:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise click.BadParameter(f"{text!r} is no option; use NAME=VALUE, such as stream_experts=1024")
+        found[name] = int(value) if value.isdigit() else value
+    return found
+
+
 def no_model(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     """Refuse to write over a model, the argument that is easily taken for this option's."""
     if value is not None and str(value.name).endswith(".gguf"):
@@ -103,6 +119,12 @@ def no_model(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 @click.option("--chunk", default=512, show_default=True, help="Rows of a chunk of the prompt.")
 @click.option("--experts-on-cpu", is_flag=True, help="Routed experts in host memory, the rest on the device.")
 @click.option(
+    "--ours",
+    multiple=True,
+    callback=parse_ours,
+    help="Another option of Engine.open, NAME=VALUE as in stream_experts=1024 (0: off); repeatable.",
+)
+@click.option(
     "--json",
     "json_file",
     type=click.File("w", lazy=True),
@@ -122,6 +144,7 @@ def main(
     device: str,
     chunk: int,
     experts_on_cpu: bool,
+    ours: dict[str, Any],
     json_file: Any,
 ) -> None:
     """Compare speeds on MODEL, by default the model that ships with the package."""
@@ -137,6 +160,7 @@ def main(
         repack=repack == "on",
         device=device,
         experts_on_cpu=experts_on_cpu,
+        ours=ours,
     )
     console = Console(stderr=json_file is not None and json_file.name == "<stdout>")
     backend = "cpu" if device.upper() == "CPU" else "cuda"

@@ -302,11 +302,9 @@ class Planner:
                     found[name] = plan.n_ctx
         return found
 
-    def without_drafter(self, reason: str, stack: ExitStack) -> Planner:
-        """A planner of the same engine without its drafter, which `stack` closes."""
-        planner = Planner(self.blueprint.without_drafter(reason), self._ledger, self._probe)
-        stack.callback(planner.close)
-        return planner
+    def without_drafter(self, reason: str) -> Planner:
+        """A planner of the same engine without its drafter."""
+        return Planner(self.blueprint.without_drafter(reason), self._ledger, self._probe)
 
     def variant(self, cache_type: KVType, slots: int, stack: ExitStack) -> Planner | None:
         """A planner for other types of keys and values and a number of slots; None: they cannot be used."""
@@ -327,39 +325,30 @@ class Planner:
 def find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Planner, ContextChoice]:
     """A context, and the planner that chose it, which `stack` closes.
 
-    What nobody asked for is left out, with the reason, where nothing fits beside it: copies of experts, then
-    a drafter.
+    What nobody asked for is left out, with the reason: where nothing fits beside it copies of experts, then a
+    drafter; and a drafter that the devices cannot compute.
     """
-    if not blueprint.streaming.may_be_left_out:
-        return _find_fit(blueprint, ledger, stack)
     planner = Planner(blueprint, ledger)
-    stack.callback(planner.close)
-    choice = planner.choose()
-    miss = choice.smallest_miss
-    if choice.plan is not None or miss is None:
-        return planner, choice
-    room = room_on(miss.device, planner.binding_cap(miss))
-    reason = f"copies would take {human_bytes(miss.missing)} more than {room}"
-    LOG.info("experts are not streamed: %s", reason)
-    return _find_fit(blueprint.without_streaming(reason), ledger, stack)
-
-
-def _find_fit(blueprint: Blueprint, ledger: Ledger, stack: ExitStack) -> tuple[Planner, ContextChoice]:
-    planner = Planner(blueprint, ledger)
-    stack.callback(planner.close)
-    if not blueprint.choice.may_be_left_out:
-        return planner, planner.choose()
-    try:
-        choice = planner.choose()
-        miss = choice.smallest_miss
-        if choice.plan is not None or miss is None:
+    while True:
+        stack.callback(planner.close)
+        drafts = planner.blueprint.choice.may_be_left_out
+        try:
+            choice = planner.choose()
+        except UnsupportedModelError as error:
+            if not drafts:
+                raise
+            planner = planner.without_drafter(str(error))
+            continue
+        miss, streams = choice.smallest_miss, planner.blueprint.streaming.may_be_left_out
+        if choice.plan is not None or miss is None or not (drafts or streams):
             return planner, choice
-        room = room_on(miss.device, planner.binding_cap(miss))
-        reason = f"drafting would take {human_bytes(miss.missing)} more than {room}"
-    except UnsupportedModelError as error:
-        reason = str(error)
-    plain = planner.without_drafter(reason, stack)
-    return plain, plain.choose()
+        more = f"{human_bytes(miss.missing)} more than {room_on(miss.device, planner.binding_cap(miss))}"
+        if streams:
+            reason = f"copies would take {more}"
+            LOG.info("experts are not streamed: %s", reason)
+            planner = Planner(planner.blueprint.without_streaming(reason), ledger)
+        else:
+            planner = planner.without_drafter(f"drafting would take {more}")
 
 
 def graphs_of(plan: ChunkPlan, device: str) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
@@ -104,7 +104,7 @@ def _largest(planner: Planner, choice: ContextChoice, stack: ExitStack) -> Chunk
     assert like is not None
     plan = planner.largest(start, like)
     if plan is None and planner.blueprint.choice.may_be_left_out:
-        plan = planner.without_drafter("", stack).largest(start, like)
+        plan = stack.enter_context(closing(planner.without_drafter(""))).largest(start, like)
     return plan
 
 

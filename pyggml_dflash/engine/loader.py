@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -244,7 +244,7 @@ def _without_drafter(
 ) -> tuple[Planner, ContextChoice]:
     """The same context, decoding plainly."""
     assert choice.plan is not None
-    plain = planner.without_drafter(reason, planners)
+    plain = planners.enter_context(closing(planner.without_drafter(reason)))
     return plain, replace(choice, plan=plain.plan_at(choice.plan.n_ctx))
 
 

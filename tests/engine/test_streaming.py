@@ -312,3 +312,20 @@ def test_copies_that_nobody_asked_for_are_left_out_where_they_do_not_fit(
     assert choice.plan is not None
     assert planner.blueprint.streaming.rows == rows
     assert ("experts are not streamed: copies would take" in caplog.text) == (rows == 0)
+
+
+def test_a_drafter_that_cannot_be_computed_is_left_out_beside_copies(
+    tmp_path: Path, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = Tiny(architecture="qwen35moe", n_mtp=1, n_expert=16, expert_ff=96, n_ctx_train=4096)
+    table = {f"blk.{tiny.n_layer}.nextn.embed_tokens.weight": (tiny.n_embd, tiny.n_vocab)}
+    options = streamed(write_tiny(tmp_path, replace(tiny, shapes=table)), worker, chunk=512, spec="auto")
+    with ExitStack() as stack:
+        ledger = Ledger(dry=True)
+        blueprint = draw(options, open_model(options, stack), stack, ledger)
+        auto = replace(blueprint, streaming=replace(blueprint.streaming, is_auto=True))
+        assert auto.choice.may_be_left_out
+        planner, choice = find_fit(auto, ledger, stack)
+        assert (planner.blueprint.speculation, planner.blueprint.streaming.rows) == (None, ROWS)
+    assert choice.plan is not None
+    assert "decoding without drafts: an MTP block with a table of its own" in caplog.text

@@ -6,7 +6,6 @@ context, with a real ledger to run them and with a dry one to measure them.
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,11 +20,11 @@ from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
 from pyggml_dflash.engine.split import (
+    choose_copies,
     choose_hot_experts,
     choose_split,
     model_size,
     open_backends,
-    stream_request,
 )
 from pyggml_dflash.engine.step import granule_of
 from pyggml_dflash.errors import BackendError, UsageError
@@ -47,10 +46,9 @@ from pyggml_dflash.model.weights import (
 from pyggml_dflash.options import EngineOptions, split_max_ctx
 from pyggml_dflash.plan.hot_experts import HotPlan
 from pyggml_dflash.plan.split import SplitPlan
-from pyggml_dflash.plan.streaming import CHUNK, NO_STREAMING, Streaming, choose_streaming
+from pyggml_dflash.plan.streaming import CHUNK, NO_STREAMING, Streaming
 from pyggml_dflash.state.slot import SlotTable
 
-LOG: Final = logging.getLogger(__name__)
 DEFAULT_MAX_CTX: Final = 8192
 DEFAULT_CHUNK: Final = 512
 # For one row ggml's fused attention on CPUs is slower than the plain one from about 200 cache rows on: a step
@@ -231,10 +229,7 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
     split, infos = choose_split(options, model_size(file, model.specs, config, state_bytes))
     backend = open_backends(infos, options, stack)
     _check_caps(options, backend.all)
-    streaming = choose_streaming(
-        stream_request(options, split, backend, file, model.specs, _most_rows(options, config))
-    )
-    streaming = _told(streaming, backend, _most_rows(options, config))
+    streaming = choose_copies(options, split, backend, file, model.specs, _most_rows(options, config))
     placements = _placed(options, file, model.specs, backend, split, streaming)
     moved = (p.source.n_bytes for p in placements if p.kind != "mapped" and p.device == 0)
     taken = sum(moved) + 2**20 * options.device_reserve_mib
@@ -261,22 +256,6 @@ def _most_rows(options: EngineOptions, config: ModelConfig) -> int:
     usual = max(CHUNK, options.stream_experts if isinstance(options.stream_experts, int) else 0)
     chunk = options.chunk if isinstance(options.chunk, int) else usual
     return granule_of(min(chunk, first_ctx(options, config)), options.slots)
-
-
-def _told(streaming: Streaming, target: Backend, most_rows: int) -> Streaming:
-    """The choice, logged; without pinned memory where the target has none."""
-    if not streaming.rows:
-        return streaming
-    if streaming.pinned and target.pinned_buffer_type is None:
-        LOG.warning("%s has no pinned memory: experts lie in ordinary memory", target.name)
-        streaming = replace(streaming, pinned=False)
-    memory = "pinned host memory" if streaming.pinned else "host memory"
-    what = f"forwards of {streaming.rows} rows and more copy experts from {memory} to {target.name}"
-    if most_rows < streaming.rows:
-        LOG.warning("%s; those of this engine have at most %d", what, most_rows)
-    else:
-        LOG.info("%s", what)
-    return streaming
 
 
 def _placed(

@@ -17,7 +17,7 @@ from pyggml_dflash.model.weights import TensorSpec
 from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.plan.hot_experts import HotPlan, RouteStats, choose_hot
 from pyggml_dflash.plan.split import LAYER, ROUTED, DeviceRoom, ModelSize, SplitPlan, SplitRequest, plan_split
-from pyggml_dflash.plan.streaming import StreamRequest
+from pyggml_dflash.plan.streaming import Streaming, StreamRequest, choose_streaming
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -102,15 +102,18 @@ def choose_hot_experts(
     return plan if plan.n_copies else None
 
 
-def stream_request(
+def choose_copies(
     options: EngineOptions,
     split: SplitPlan,
     backend: Backend,
     file: TensorFile,
     specs: dict[str, TensorSpec],
     most_rows: int,
-) -> StreamRequest:
-    """What streaming experts to the target would meet; `most_rows`: of a forward of a prompt."""
+) -> Streaming:
+    """For which forwards experts are streamed to the target, logged; in ordinary memory if it has no pinned.
+
+    `most_rows`: of a forward of a prompt.
+    """
     routed = [
         (name, spec) for name, spec in specs.items() if split.expert and split.device_of(name) == split.expert
     ]
@@ -119,15 +122,32 @@ def stream_request(
         for name, spec in routed
         if not can_compute(backend, file.tensors[name].type, spec.shape, spec.use)
     )
-    return StreamRequest(
-        rows=options.stream_experts,
-        memory=options.expert_memory,
-        repacks=options.repack == "on",
-        most_rows=most_rows,
-        target=backend.info.kind,
-        experts=backend.all[split.expert].info.kind if split.kind == "experts" else None,
-        lacks=next(lacking, None),
+    streaming = choose_streaming(
+        StreamRequest(
+            rows=options.stream_experts,
+            memory=options.expert_memory,
+            repacks=options.repack == "on",
+            most_rows=most_rows,
+            target=backend.info.kind,
+            experts=backend.all[split.expert].info.kind if split.kind == "experts" else None,
+            lacks=next(lacking, None),
+        )
     )
+    return _told(streaming, backend, most_rows) if streaming.rows else streaming
+
+
+def _told(streaming: Streaming, target: Backend, most_rows: int) -> Streaming:
+    """The choice, logged; without pinned memory where the target has none."""
+    if streaming.pinned and target.pinned_buffer_type is None:
+        LOG.warning("%s has no pinned memory: experts lie in ordinary memory", target.name)
+        streaming = replace(streaming, pinned=False)
+    memory = "pinned host memory" if streaming.pinned else "host memory"
+    what = f"forwards of {streaming.rows} rows and more copy experts from {memory} to {target.name}"
+    if most_rows < streaming.rows:
+        LOG.warning("%s; those of this engine have at most %d", what, most_rows)
+    else:
+        LOG.info("%s", what)
+    return streaming
 
 
 def _named(options: EngineOptions) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from typing import Final
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import Auto, HostMemory
 
-# On an H200 a copy of 8.9 GB of experts in ordinary memory takes as long as 32 CPU cores take for 550 rows.
+# Beside an H200 a chunk of 2,048 rows whose experts (7.6 GB) are copied from ordinary memory takes as long as
+# 16 CPU cores take for about 650 rows: docs/measurements/h200-host-experts.md.
 AUTO_ROWS: Final = 1024
 CHUNK: Final = 4096  # rows of a chunk that the engine chooses, where memory allows: one copy for more rows
 

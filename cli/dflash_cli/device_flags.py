@@ -7,7 +7,7 @@ from typing import Final, get_args
 
 import click
 
-from dflash_cli.params import DeviceCap, DeviceNames, Parts, StreamRows, WholeNumber
+from dflash_cli.params import DeviceCap, DeviceNames, NumberOrAuto, Parts, WholeNumber
 from pyggml_dflash.options import HostMemory, LinkType, Split
 
 DEVICES: Final = (
@@ -63,7 +63,7 @@ DEVICES: Final = (
     ),
     click.option(
         "--stream-experts",
-        type=StreamRows(),
+        type=NumberOrAuto("rows", "number of rows", 1024, off=True),
         default="auto",
         show_default=True,
         help="Prompt rows of a forward from which on experts in host memory are copied to --device, and"

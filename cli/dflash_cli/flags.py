@@ -17,19 +17,17 @@ import click
 from dflash_cli.constraint_flags import constraint_options
 from dflash_cli.device_flags import DEVICES
 from dflash_cli.params import (
-    ChunkSize,
     ContextLength,
     DraftPath,
     Folder,
     MaxContext,
-    MibOrAuto,
     ModelFile,
+    NumberOrAuto,
     Seed,
     Text,
     TokenBias,
     TrimInterval,
     WholeNumber,
-    WidthOrAuto,
 )
 from dflash_cli.settings import variable
 from pyggml_dflash.errors import UsageError
@@ -144,7 +142,7 @@ _ENGINE: Final = (
     ),
     click.option(
         "--chunk",
-        type=ChunkSize(),
+        type=NumberOrAuto("chunk", "chunk in tokens", 512),
         default="auto",
         show_default=True,
         help="Prompt tokens of one forward, or 'auto'.",
@@ -191,7 +189,7 @@ _ENGINE: Final = (
     ),
     click.option(
         "--spec-width",
-        type=WidthOrAuto(),
+        type=NumberOrAuto("rows", "number of rows", 4),
         default="auto",
         show_default=True,
         help="Rows of every verify forward, or 'auto' for what measured cost and acceptance say.",
@@ -212,7 +210,7 @@ _ENGINE: Final = (
     ),
     click.option(
         "--prefix-cache-max-mib",
-        type=MibOrAuto(),
+        type=NumberOrAuto("mib", "number of MiB", 4096),
         default="auto",
         show_default=True,
         help="Most memory of stored states, which prompts continue that begin alike; 0: none. 'auto': for two"

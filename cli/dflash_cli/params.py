@@ -134,26 +134,13 @@ class TrimInterval(Param):
         return found
 
 
-class StreamRows(Param):
-    """Rows of a forward, 'auto' or 'off'."""
+class NumberOrAuto(Param):
+    """A whole number, 'auto', or where that means something 'off', which is 0."""
 
-    name = "rows"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
-        """A number, 0 for 'off', or 'auto' as it is."""
-        if isinstance(value, int):
-            return value
-        if value == "auto":
-            return "auto"
-        if value != "off" and not re.fullmatch(r"[0-9]{1,10}", value):
-            self.fail(f"{value!r} is no number of rows; pass one as in 1024, or 'auto', or 'off'.")
-        return 0 if value == "off" else int(value)
-
-
-class ChunkSize(Param):
-    """Prompt rows of a forward, or 'auto'."""
-
-    name = "chunk"
+    def __init__(self, name: str, what: str, example: int, *, off: bool = False) -> None:
+        """`name`: in help; `what` it is and an `example`: in complaints."""
+        self.name, self._off = name, off
+        self._wanted = f"no {what}; pass one as in {example}, or 'auto'" + (", or 'off'" if off else "")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
         """A number, or 'auto' as it is."""
@@ -161,24 +148,10 @@ class ChunkSize(Param):
             return value
         if value == "auto":
             return "auto"
-        if not re.fullmatch(r"[0-9]{1,10}", value):
-            self.fail(f"{value!r} is no chunk; pass a number of tokens as in 512, or 'auto'.")
-        return int(value)
-
-
-class MibOrAuto(Param):
-    """A number of MiB, or 'auto'."""
-
-    name = "mib"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
-        """A number, or 'auto' as it is."""
-        if isinstance(value, int):
-            return value
-        if value == "auto":
-            return "auto"
+        if self._off and value == "off":
+            return 0
         if not re.fullmatch(r"[0-9]{1,15}", value):
-            self.fail(f"{value!r} is no number of MiB; pass one as in 4096, or 'auto'.")
+            self.fail(f"{value!r} is {self._wanted}.")
         return int(value)
 
 
@@ -193,22 +166,6 @@ class Folder(Param):
         if value == "":
             self.fail("'' is empty; name a folder.")  # it would be the current one
         return Path(value)
-
-
-class WidthOrAuto(Param):
-    """Rows of a verify forward, or 'auto'."""
-
-    name = "rows"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Auto:
-        """A number, or 'auto' as it is."""
-        if isinstance(value, int):
-            return value
-        if value == "auto":
-            return "auto"
-        if not re.fullmatch(r"[0-9]{1,10}", value):
-            self.fail(f"{value!r} is no number of rows; pass one as in 4, or 'auto'.")
-        return int(value)
 
 
 class ModelFile(Param):

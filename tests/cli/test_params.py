@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 from dflash_cli.main import cli
 from dflash_cli.params import (
-    ChunkSize,
     ContextLength,
     DeviceCap,
     MaxContext,
+    NumberOrAuto,
     Seed,
     TokenBias,
     TrimInterval,
@@ -40,8 +40,9 @@ K, M = 1024, 1024 * 1024
         (TrimInterval(), " 8192 ", 8192),
         (TrimInterval(), "off", 0),
         (TrimInterval(), "auto", "auto"),
-        (ChunkSize(), "512", 512),
-        (ChunkSize(), "auto", "auto"),
+        (NumberOrAuto("chunk", "chunk in tokens", 512), "512", 512),
+        (NumberOrAuto("chunk", "chunk in tokens", 512), "auto", "auto"),
+        (NumberOrAuto("rows", "number of rows", 1024, off=True), "off", 0),
         (TokenBias(), "198=-5", (198, -5.0)),
         (TokenBias(), "0=1e3", (0, 1000.0)),
         (Seed(), "42", 42),

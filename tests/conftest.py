@@ -1,4 +1,5 @@
-"""What all tests share: no settings of the user who runs them, and files named on the command line.
+"""What all tests share: no settings of the user who runs them, threads that make way, and files named on the
+command line.
 
 Tests marked `trained` need files that the repository has no room for. Without them they are deselected, which
 pytest counts, and an error where they were asked for.
@@ -14,6 +15,8 @@ import pytest
 for _name in [name for name in os.environ if name.startswith("DFLASH_") and name != "DFLASH_GGML_SOURCE"]:
     del os.environ[_name]
 os.environ["DFLASH_CONFIG"] = os.devnull  # an empty file, in place of the user's
+# Threads that wait sleep instead of spinning: engines of several test processes share the processors.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from pyggml_dflash.arch import ARCHITECTURES
 from pyggml_dflash.arch.base import GraphKey
 from pyggml_dflash.engine.batching import Batching
 from pyggml_dflash.engine.invariance import measure_batching
-from pyggml_dflash.ggml.arena import read_bytes
+from pyggml_dflash.ggml.arena import read_bytes, write
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
@@ -57,7 +57,7 @@ def model(request: pytest.FixtureRequest, tiny: Tiny, tmp_path_factory: pytest.T
     return write_tiny(tmp_path_factory.mktemp("batch"), replace(tiny, elements=elements))
 
 
-@pytest.fixture(params=["on", "off"])
+@pytest.fixture(scope="module", params=["on", "off"])
 def flash_attn(request: pytest.FixtureRequest) -> OnOff:
     return "on" if request.param == "on" else "off"
 
@@ -67,7 +67,7 @@ def opened(
     model: Path, *, flash_attn: OnOff = "on", cache: KVType = "f32", n_slots: int = 4
 ) -> Iterator[Parts]:
     """Parts with room for `N_PROMPT` and answers."""
-    options = on_the_cpu(model, max_ctx=768, flash_attn=flash_attn, cache_type_k=cache, cache_type_v=cache)
+    options = on_the_cpu(model, max_ctx=768, chunk=256, flash_attn=flash_attn, cache_type_k=cache, cache_type_v=cache)
     with assembled(options, n_slots=n_slots) as parts:
         yield parts
 
@@ -79,10 +79,19 @@ def measured(parts: Parts) -> Batching:
     return found
 
 
-def begin(parts: Parts) -> None:
-    """A prompt in every slot."""
+def begin(parts: Parts) -> list[dict[str, bytes]]:
+    """A prompt in every slot; returns the states behind them."""
     for slot, n in zip(parts.slots.slots, N_PROMPT, strict=True):
         start(parts, slot, tokens(n, seed=slot.id))
+    return states_of(parts)
+
+
+def begin_again(parts: Parts, states: list[dict[str, bytes]]) -> None:
+    """What `begin` returned, put into every slot."""
+    for slot, n, state in zip(parts.slots.slots, N_PROMPT, states, strict=True):
+        for name, data in state.items():
+            write(parts.slots.tensors[name], memoryview(data), slot.id * len(data))
+        slot.resume(n, tokens(n, seed=slot.id))
 
 
 def start(parts: Parts, slot: Slot, prompt: Sequence[int]) -> None:
@@ -98,17 +107,19 @@ def answer(slot: Slot) -> list[int]:
     return tokens(N_ANSWER, seed=100 + slot.id)
 
 
-def state_of(parts: Parts, slot: Slot) -> dict[str, bytes]:
-    """What the slot's part of every state tensor holds."""
-    return {
-        t.name: read_bytes(parts.slots.tensors[t.name], slot.id * t.n_bytes, t.n_bytes)
-        for t in parts.slots.layout.tensors
-    }
+def states_of(parts: Parts) -> list[dict[str, bytes]]:
+    """By slot, what its part of every state tensor holds."""
+    return [
+        {
+            t.name: read_bytes(parts.slots.tensors[t.name], slot.id * t.n_bytes, t.n_bytes)
+            for t in parts.slots.layout.tensors
+        }
+        for slot in parts.slots.slots
+    ]
 
 
 def decode_alone(parts: Parts) -> list[list[Floats]]:
     """By slot, the logits after each token of its answer, one slot after the other."""
-    begin(parts)
     found: list[list[Floats]] = [[] for _ in parts.slots.slots]
     for slot, rows in zip(parts.slots.slots, found, strict=True):
         for token in answer(slot):
@@ -119,7 +130,6 @@ def decode_alone(parts: Parts) -> list[list[Floats]]:
 
 def decode_in_turns(parts: Parts) -> list[list[Floats]]:
     """The same in batches."""
-    begin(parts)
     slots = parts.slots.slots
     found: list[list[Floats]] = [[] for _ in slots]
     for turn in TURNS:
@@ -131,34 +141,60 @@ def decode_in_turns(parts: Parts) -> list[list[Floats]]:
     return found
 
 
-def test_a_row_of_a_batch_is_what_it_is_alone(model: Path, flash_attn: OnOff) -> None:
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What slots compute that decode one after the other."""
+
+    states: list[dict[str, bytes]]  # behind the prompts
+    logits: list[list[Floats]]
+    after: list[dict[str, bytes]]  # behind the answers
+
+
+def run_alone(parts: Parts) -> Alone:
+    """Prompts and answers, one slot after the other."""
+    return Alone(begin(parts), decode_alone(parts), states_of(parts))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, flash_attn: OnOff) -> Alone:
+    with opened(model, flash_attn=flash_attn) as parts:
+        assert measured(parts).exact
+        return run_alone(parts)
+
+
+def test_a_row_of_a_batch_is_what_it_is_alone(model: Path, flash_attn: OnOff, alone: Alone) -> None:
     with opened(model, flash_attn=flash_attn) as parts:
         batching = measured(parts)
         assert (batching.exact, batching.rows) == (True, 4), batching.reason
-        alone = decode_alone(parts)
-        after = [state_of(parts, slot) for slot in parts.slots.slots]
-        np.testing.assert_array_equal(decode_in_turns(parts), alone)
-        assert [state_of(parts, slot) for slot in parts.slots.slots] == after
+        begin_again(parts, alone.states)
+        np.testing.assert_array_equal(decode_in_turns(parts), alone.logits)
+        assert states_of(parts) == alone.after
 
 
 @pytest.mark.parametrize("cache", ["f16", "bf16", "q8_0", "q4_0"])
 def test_the_type_of_the_cache_does_not_show(model: Path, cache: KVType) -> None:
     with opened(model, cache=cache) as parts:
         assert measured(parts).exact
-        np.testing.assert_array_equal(decode_in_turns(parts), decode_alone(parts))
+        alone = run_alone(parts)
+        begin_again(parts, alone.states)
+        np.testing.assert_array_equal(decode_in_turns(parts), alone.logits)
 
 
-def test_batches_that_were_not_measured_differ_by_rounding_only(model: Path, flash_attn: OnOff) -> None:
+def test_batches_that_were_not_measured_differ_by_rounding_only(
+    model: Path, flash_attn: OnOff, alone: Alone
+) -> None:
     with opened(model, flash_attn=flash_attn) as parts:
-        found, alone = decode_in_turns(parts), decode_alone(parts)
-        np.testing.assert_allclose(found, alone, rtol=0, atol=ROUNDING)
+        begin_again(parts, alone.states)
+        np.testing.assert_allclose(decode_in_turns(parts), alone.logits, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_more_slots_than_may_go_together_take_turns(model: Path, most: int) -> None:
-    with opened(model) as parts:
-        parts.forwards.use(replace(measured(parts), rows=most))
-        np.testing.assert_array_equal(decode_in_turns(parts), decode_alone(parts))
+def test_more_slots_than_may_go_together_take_turns(model: Path, flash_attn: OnOff, alone: Alone) -> None:
+    with opened(model, flash_attn=flash_attn) as parts:
+        batching = measured(parts)
+        for most in (1, 2, 3):
+            parts.forwards.use(replace(batching, rows=most))
+            begin_again(parts, alone.states)
+            np.testing.assert_array_equal(decode_in_turns(parts), alone.logits)
 
 
 def test_a_device_that_lacks_operations_computes_the_same(
@@ -174,7 +210,9 @@ def test_a_device_that_lacks_operations_computes_the_same(
     monkeypatch.setattr("pyggml_dflash.engine.forward.builder_for", composing)
     with opened(model) as parts:
         assert measured(parts).exact
-        np.testing.assert_array_equal(decode_in_turns(parts), decode_alone(parts))
+        alone = run_alone(parts)
+        begin_again(parts, alone.states)
+        np.testing.assert_array_equal(decode_in_turns(parts), alone.logits)
 
 
 def test_any_pair_of_slots_is_the_same_work_from_step_to_step(model: Path) -> None:

@@ -223,23 +223,25 @@ class Tally:
             self.unsound.append(f"{mutant.name}: {outcome.kind} {outcome.error} {outcome.message}")
 
 
+@pytest.mark.parametrize("n", [200, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", [LLAMA, QWEN35])
 def test_a_damaged_header_is_refused_or_runs_within_twice_the_memory_of_the_file(
-    model: Path, tmp_path: Path
+    model: Path, n: int, tmp_path: Path
 ) -> None:
+    """Cut at every field's border, and damaged in `n` other ways."""
     good, tally = model.read_bytes(), Tally()
     with Apart() as process:
         for _ in range(3):
             start = process.open(model).peak_bytes
         outcome = None
-        for mutant in mutants(good, seed=21, n=1500):
+        for mutant in mutants(good, seed=21, n=n):
             outcome = process.open(put(tmp_path / model.name, mutant.data))
             tally.add(mutant, outcome)
     assert tally.unsound == []
-    assert tally.n_ran + tally.n_refused >= 2000
-    assert tally.n_ran > 10
+    assert tally.n_ran + tally.n_refused >= 500 + n
+    assert tally.n_ran > 5
     assert outcome is not None
-    # The most that any of them held; heaps of a process that opened 2,000 files are not compact.
+    # The most that any of them held; heaps of a process that opened so many files are not compact.
     assert outcome.peak_bytes - start < 2 * len(good) + 16 * MIB
 
 
@@ -274,20 +276,24 @@ def keys_of(model: Path) -> dict[str, Any]:
     return {**known, **{f"{name}.{key}": 0 for key in could}}
 
 
+@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", [LLAMA, QWEN35])
-def test_a_wrong_value_of_any_key_is_refused_or_runs(model: Path, tmp_path: Path, apart: Apart) -> None:
+def test_a_wrong_value_of_any_key_is_refused_or_runs(
+    model: Path, share: int, tmp_path: Path, apart: Apart
+) -> None:
+    """One value of `share` for each key, other ones for the next key."""
     tally, tried = Tally(), keys_of(LLAMA) if model is QWEN35 else {}
-    for key, value in keys_of(model).items():
+    for i, (key, value) in enumerate(keys_of(model).items()):
         if key in tried or key == "general.name":  # the other model has it; the next test is about it
             continue
-        for wrong in wrong_values(value):
+        for wrong in wrong_values(value)[i % share :: share]:
             path = tmp_path / "m.gguf"
             path.unlink(missing_ok=True)
             edited(model, path, keys={key: wrong})
             tally.add(Mutant(f"{key} = {str(wrong)[:60]}", b""), apart.open(path))
     assert tally.unsound == []
-    assert tally.n_ran > 50
-    assert tally.n_refused > 200
+    assert tally.n_ran > 50 // share
+    assert tally.n_refused > 200 // share
 
 
 def test_a_wrong_name_is_refused_without_a_leak(tmp_path: Path, apart: Apart) -> None:
@@ -346,11 +352,12 @@ def test_an_odd_model_runs_or_is_refused(name: str, tmp_path: Path, apart: Apart
         assert outcome.is_sound, outcome.message
 
 
+@pytest.mark.parametrize("n_layer", [90, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe"])
 def test_a_deep_model_with_every_optional_tensor_fits_its_graphs(
-    name: str, tmp_path: Path, apart: Apart
+    name: str, n_layer: int, tmp_path: Path, apart: Apart
 ) -> None:
-    path = written(tmp_path / "m.gguf", name, {"block_count": 300}, optional=True)
+    path = written(tmp_path / "m.gguf", name, {"block_count": n_layer}, optional=True)
     for flash_attn in ("on", "off"):
         outcome = apart.open(path, prompt=range(9), flash_attn=flash_attn)
         assert outcome.kind == "ran", outcome.message
@@ -458,7 +465,8 @@ def test_weights_of_any_type_run_or_are_refused(element: ElementType, tmp_path: 
             )
 
         path = edited(QWEN35, tmp_path / f"{use}.gguf", tensors=change)
-        for repack in ("on", "off"):
+        is_multiplied = use in ("attn_qkv", "attn_q.", "ffn_down", "output.weight")
+        for repack in ("on", "off") if is_multiplied else ("on",):
             outcome = apart.open(path, prompt=range(9), repack=repack)
             assert outcome.is_sound, (use, outcome.message)
 

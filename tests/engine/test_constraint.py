@@ -220,14 +220,18 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@given(schema=schemas(), seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("n", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_whatever_the_dice_say_the_answer_is_valid(
-    constraints: Constraints, tokenizer: Tokenizer, schema: dict[str, Any], seed: int
+    constraints: Constraints, tokenizer: Tokenizer, n: int
 ) -> None:
-    text = walk(constraints.matcher(Constraint.json_schema(schema)), tokenizer, seed)
-    if text is not None:
-        jsonschema_rs.validate(schema, json.loads(text), validate_formats=True)
+    @given(schema=schemas(), seed=st.integers(0, 2**32))
+    @settings(max_examples=n, deadline=None)
+    def holds(schema: dict[str, Any], seed: int) -> None:
+        text = walk(constraints.matcher(Constraint.json_schema(schema)), tokenizer, seed)
+        if text is not None:
+            jsonschema_rs.validate(schema, json.loads(text), validate_formats=True)
+
+    holds()
 
 
 # what is refused

@@ -15,8 +15,10 @@ import pytest
 for _name in [name for name in os.environ if name.startswith("DFLASH_") and name != "DFLASH_GGML_SOURCE"]:
     del os.environ[_name]
 os.environ["DFLASH_CONFIG"] = os.devnull  # an empty file, in place of the user's
-# Threads that wait sleep instead of spinning: engines of several test processes share the processors.
+# Several test processes share the processors: threads that wait sleep instead of spinning, and NumPy, whose
+# products are small here, has one. Both are read when the libraries are loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

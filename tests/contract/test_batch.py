@@ -67,7 +67,9 @@ def opened(
     model: Path, *, flash_attn: OnOff = "on", cache: KVType = "f32", n_slots: int = 4
 ) -> Iterator[Parts]:
     """Parts with room for `N_PROMPT` and answers."""
-    options = on_the_cpu(model, max_ctx=768, chunk=256, flash_attn=flash_attn, cache_type_k=cache, cache_type_v=cache)
+    options = on_the_cpu(
+        model, max_ctx=768, chunk=256, flash_attn=flash_attn, cache_type_k=cache, cache_type_v=cache
+    )
     with assembled(options, n_slots=n_slots) as parts:
         yield parts
 

@@ -239,7 +239,7 @@ def test_a_damaged_header_is_refused_or_runs_within_twice_the_memory_of_the_file
             tally.add(mutant, outcome)
     assert tally.unsound == []
     assert tally.n_ran + tally.n_refused >= 500 + n
-    assert tally.n_ran > 5
+    assert tally.n_ran > n // 150
     assert outcome is not None
     # The most that any of them held; heaps of a process that opened so many files are not compact.
     assert outcome.peak_bytes - start < 2 * len(good) + 16 * MIB

@@ -130,8 +130,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(request: pytest.FixtureRequest, folder: Path) -> Iterator[Run]:
     setting: Setting = request.param
     file, expected = setting.file, stored(setting.file.model, setting.file.numbers)
+    if setting.chunk < 64:  # the longest prompt alone would take half of all time
+        expected = replace(expected, prompts=expected.prompts[:-1])
     if setting.chunk == 1:  # a forward per token; of the prompts, one enters the second bucket of cache rows
-        expected = replace(expected, prompts=(*expected.prompts[:3], expected.prompts[-2]))
+        some = (*expected.prompts[:3], expected.prompts[-1])
+        expected = replace(expected, prompts=some, texts=expected.texts[:1])
     options = on_the_cpu(
         model_file(file.model, file.kind, folder),
         max_ctx=768,

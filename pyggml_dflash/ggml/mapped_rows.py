@@ -28,7 +28,7 @@ Raw = npt.NDArray[np.uint8]
 class MappedRows:
     """The rows of a matrix in a mapped file, as they lie there and as numbers.
 
-    Touches no ggml object, and holds the mapping; any thread may use it.
+    Touches no ggml object, and holds the mapping until closed; any thread may use it.
     """
 
     def __init__(self, mapping: mmap.mmap, tensor: TensorInfo) -> None:
@@ -36,7 +36,8 @@ class MappedRows:
             raise UnsupportedModelError(f"rows of type {tensor.type.label} cannot be turned into numbers")
         self.width, self.n_rows = tensor.shape
         self.row_bytes = tensor.type.row_bytes(self.width)
-        self._type, self._mapping, self._offset = tensor.type, mapping, tensor.offset
+        self._type, self._offset = tensor.type, tensor.offset
+        self._mapping: mmap.mmap | None = mapping
         data = np.frombuffer(mapping, np.uint8, tensor.n_bytes, tensor.offset)
         self._rows = data.reshape(self.n_rows, self.row_bytes)
         self._advise(_RANDOM, (0,), tensor.n_bytes)
@@ -59,9 +60,14 @@ class MappedRows:
         traits = lib.ggml_get_type_traits(int(self._type))
         traits.to_float(ffi.from_buffer(raw), ffi.from_buffer("float[]", out), out.size)
 
+    def close(self) -> None:
+        """Let the mapping go; nothing can be read any more. A second call does nothing."""
+        self._mapping = None
+        self._rows = np.empty((0, self.row_bytes), np.uint8)
+
     def _advise(self, advice: int | None, starts: Iterable[int], n_bytes: int) -> None:
         """Tell the system about the pages of runs of bytes, counted from the table's start."""
-        if advice is None:
+        if advice is None or self._mapping is None:
             return
         tell, offset, page = self._mapping.madvise, self._offset, mmap.PAGESIZE
         try:

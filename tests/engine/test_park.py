@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.requests import GenerationRequest
 from tests.engine.tiny import PATIENCE_S, QWEN3, QWEN35, opened, prompt
+from tests.tiny import Tiny, write_tiny
 
 SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
 CAP = {"CPU": 6 * 2**20}
@@ -100,6 +102,24 @@ def test_a_drafter_that_was_left_out_stays_out() -> None:
         engine.park()
         engine.unpark()
         assert engine.info == info
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which only Linux has")
+@pytest.mark.parametrize("name", ["shipped", "qwen35", "qwen4exp"])
+def test_files_are_mapped_while_there_is_a_model(name: str, tmp_path: Path) -> None:
+    path = DEFAULT_MODEL if name == "shipped" else write_tiny(tmp_path, Tiny(architecture=name, n_mtp=1))
+    maps = Path("/proc/self/maps")
+    with Engine.open(path, max_ctx=512, device="CPU", threads=1) as engine:
+        drafts = [] if engine.info.draft is None else [engine.info.draft.path]
+        files = [str(path), *(str(draft) for draft in drafts)]
+        for _ in range(2):
+            assert all(file in maps.read_text() for file in files)
+            engine.generate(list(range(100)), **SHORT)
+            engine.park()
+            assert not any(file in maps.read_text() for file in files)
+            engine.unpark()
+        engine.close()
+        assert not any(file in maps.read_text() for file in files)
 
 
 # requests

@@ -57,6 +57,19 @@ def test_types_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
         rows_of(file)
 
 
+def test_closed_rows_let_the_mapping_go(tmp_path: Path) -> None:
+    writer = GgufWriter()
+    writer.add_tensor("table", np.ones((3, 4), np.float32))
+    file = GgufFile.open(writer.write(tmp_path / "t.gguf")[0])
+    rows, (mapping,) = rows_of(file), file.maps
+    file.close()
+    with pytest.raises(BufferError):
+        mapping.close()
+    for _ in range(2):
+        rows.close()
+    mapping.close()
+
+
 def test_rows_outlive_the_file_and_a_closed_file_gives_none(tmp_path: Path) -> None:
     writer, values = GgufWriter(), np.arange(12, dtype=np.float32).reshape(4, 3)
     writer.add_tensor("table", values)

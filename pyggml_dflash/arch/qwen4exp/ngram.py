@@ -271,6 +271,7 @@ class NgramReader:
             self._expected = None
 
     def close(self) -> None:
-        """Wait for what is being read and end the thread; a second call does nothing."""
+        """Wait for what is being read, end the thread and let the file go; a second call does nothing."""
         self._forget()
         self._ahead.close()
+        self._table.close()

@@ -86,6 +86,11 @@ class EngineCore:
         return self._slots.slots
 
     @property
+    def ledger(self) -> Ledger:
+        """What is charged for the memory that it holds."""
+        return self._ledger
+
+    @property
     def n_slots(self) -> int:
         """How many sequences there is room for."""
         return len(self._seats)
@@ -364,6 +369,12 @@ class EngineCore:
             slots=slots,
             step_failures=self._failures.n,
         )
+
+    def add_counts(self, parked: EngineCore) -> None:
+        """Count on from where the core of the same engine was parked."""
+        self._check_thread()
+        self._failures.n += parked._failures.n
+        self.trims.add(parked.trims.counts)
 
     def release_scratch(self) -> None:
         """Give scratch memory back; called when nothing is waiting."""

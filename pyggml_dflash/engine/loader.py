@@ -47,11 +47,12 @@ from pyggml_dflash.state.disk_tier import make_folder
 LOG: Final = logging.getLogger(__name__)
 
 
-def load(options: EngineOptions, report: ProgressCallback, kept: Reuse | None = None) -> Loaded:
+def load(options: EngineOptions, report: ProgressCallback, parked: EngineCore | None = None) -> Loaded:
     """Open the file, check everything, fit the context, then allocate. Runs on the engine's thread.
 
-    `kept`: what the same engine stored before it was parked; it stays whole if this fails.
+    `parked`: the core of the same engine before; its stored states go on, and stay whole if this fails.
     """
+    kept = None if parked is None else parked.reuse
     with ExitStack() as stack:
         model = open_model(options, stack)
         file, config = model.file, model.config
@@ -63,7 +64,7 @@ def load(options: EngineOptions, report: ProgressCallback, kept: Reuse | None = 
         template = ChatTemplate.from_metadata(file.metadata, tokenizer)
         if options.kv_cache_dir is not None:
             make_folder(options.kv_cache_dir)
-        ledger = Ledger(caps=options.device_cap) if kept is None else kept.ledger
+        ledger = Ledger(caps=options.device_cap) if parked is None else parked.ledger
         built = build(draw(options, model, stack, ledger), ledger, stack, report)
         _choose_decoding(built, ledger)
         info, markers = _info(built, template), TurnMarkers.of(tokenizer.find)
@@ -96,7 +97,8 @@ def reload(options: EngineOptions, parked: Loaded, report: ProgressCallback) -> 
         draft=options.draft or found,
         spec=cast("Spec", info.spec),
     )
-    loaded = load(chosen, report, parked.core.reuse)
+    loaded = load(chosen, report, parked.core)
+    loaded.core.add_counts(parked.core)
     return replace(loaded, fit=parked.fit, info=replace(loaded.info, spec_reason=info.spec_reason))
 
 

@@ -132,7 +132,7 @@ class PoolTrims:
         self._pools, self._interval = pools, interval
         self._schedules: dict[int, TrimSchedule] = {}  # of the prompts under way, by slot
         self._adaptive = AdaptiveTrim()
-        self._counts: dict[TrimReason, TrimStats] = {}
+        self._counts: dict[str, TrimStats] = {}
         self._deferred: TrimReason | None = None
         if interval != "auto" and 0 < interval < chunk:
             LOG.warning(
@@ -146,6 +146,20 @@ class PoolTrims:
     def counts(self) -> tuple[TrimStats, ...]:
         """What was done so far, by reason."""
         return tuple(self._counts.values())
+
+    def add(self, earlier: Sequence[TrimStats]) -> None:
+        """Count in what was done before, for an engine that was parked meanwhile."""
+        for stats in earlier:
+            self._add(stats)
+
+    def _add(self, more: TrimStats) -> None:
+        old = self._counts.get(more.reason, TrimStats(reason=more.reason))
+        self._counts[more.reason] = TrimStats(
+            reason=more.reason,
+            n_trims=old.n_trims + more.n_trims,
+            released_bytes=old.released_bytes + more.released_bytes,
+            seconds=old.seconds + more.seconds,
+        )
 
     def begin(self, n_past: int, n_prompt: int, *, slot: int = 0) -> None:
         """A prompt of `n_prompt` tokens is prefilled in `slot`, from `n_past` on."""
@@ -209,13 +223,7 @@ class PoolTrims:
         released = self._pools.trim()
         seconds = time.perf_counter() - started
         self._adaptive.held_bytes = max(0, self._adaptive.held_bytes - released)
-        old = self._counts.get(reason, TrimStats(reason=reason))
-        self._counts[reason] = TrimStats(
-            reason=reason,
-            n_trims=old.n_trims + 1,
-            released_bytes=old.released_bytes + released,
-            seconds=old.seconds + seconds,
-        )
+        self._add(TrimStats(reason=reason, n_trims=1, released_bytes=released, seconds=seconds))
         LOG.log(
             logging.INFO if released else logging.DEBUG,
             "pool-trim reason=%s%s released=%.1fMiB graphs=%d ranks=%d ms=%.1f free=%.2fGiB",

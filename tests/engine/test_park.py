@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from pyggml_dflash import Engine, EngineClosed, EngineParked, ModelFileError
+from pyggml_dflash import BackendError, Engine, EngineClosed, EngineParked, ModelFileError
 from pyggml_dflash.engine.assembly import DEFAULT_MODEL
 from pyggml_dflash.engine.commands import Park, Unpark
 from pyggml_dflash.engine.fit import Planner
 from pyggml_dflash.engine.handle import RequestHandle
 from pyggml_dflash.engine.loop import EngineThread
 from pyggml_dflash.engine.serving import Serving
-from pyggml_dflash.requests import GenerationRequest
+from pyggml_dflash.ggml.graph import StepGraph
+from pyggml_dflash.requests import GenerationRequest, TrimStats
 from tests.engine.tiny import PATIENCE_S, QWEN3, QWEN35, opened, prompt
 from tests.tiny import Tiny, write_tiny
 
@@ -120,6 +121,33 @@ def test_files_are_mapped_while_there_is_a_model(name: str, tmp_path: Path) -> N
             engine.unpark()
         engine.close()
         assert not any(file in maps.read_text() for file in files)
+
+
+@pytest.mark.parametrize("states", [0, "auto"])
+def test_counts_go_on_where_they_were(states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = StepGraph.run
+
+    def fails_once(graph: StepGraph) -> Any:
+        monkeypatch.setattr(StepGraph, "run", run)
+        raise BackendError("on purpose")
+
+    with qwen(slots=2, prefix_cache_max_mib=states, device_cap={"CPU": 2**30}) as engine:
+        counts = (TrimStats(reason="idle", n_trims=2, released_bytes=30, seconds=0.5),)
+        engine._loaded.core.trims.add(counts)
+        for n in (1, 2):
+            monkeypatch.setattr(StepGraph, "run", fails_once)
+            with pytest.raises(BackendError, match="on purpose"):
+                engine.generate(prompt(20), **SHORT)
+            engine.generate(prompt(900), **SHORT)
+            before = engine.stats()
+            assert before.step_failures == n
+            engine.park()
+            parked = engine.stats()
+            engine.unpark()
+            for after in (parked, engine.stats()):
+                assert (after.step_failures, after.trims, after.requests) == (n, counts, before.requests)
+                assert after.peak_bytes["CPU"] >= before.peak_bytes["CPU"]
+                assert after.snapshots == before.snapshots
 
 
 # requests

@@ -205,6 +205,8 @@ class Reuse:
             ticket.commit(snapshot)
 
     def _adopt(self, contents: Contents, fill: Fill) -> Snapshot | None:
+        memory, n_bytes = self.store.memory, contents.n_bytes
+        self.cache.clear_the_way(contents.tokens, n_bytes, lambda: memory.fits(n_bytes))
         return self.store.adopt(contents, fill)
 
     # what is stored

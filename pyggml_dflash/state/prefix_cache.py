@@ -251,6 +251,31 @@ class PrefixCache(Generic[S]):
         self._entries[entry.key] = entry
         return True
 
+    def clear_the_way(
+        self, tokens: Sequence[int] | Tokens, n_bytes: int, has_room: Callable[[], bool]
+    ) -> None:
+        """As that of a ticket, for a state of `tokens` that comes from the lower tier and takes `n_bytes`.
+
+        Nobody goes where that would not be enough.
+        """
+        ids = np.asarray(tokens, np.int32)
+        victims = make_room(self.entries, ids, n_bytes, self.limits)
+        if victims is not None:
+            self._let_go(superseded(self.entries, ids), victims, has_room)
+
+    def _let_go(
+        self, replaced: Sequence[Entry[S]], victims: Sequence[Entry[S]], has_room: Callable[[], bool]
+    ) -> None:
+        for entry in replaced:
+            if has_room():
+                return
+            self._drop(entry)
+            self.counters.n_superseded += 1
+        for entry in victims:
+            if has_room():
+                return
+            self._evict(entry)
+
     def resize(self, limits: Limits) -> None:
         """Other limits; what exceeds them goes, as it would for a new state."""
         self.limits = limits
@@ -362,16 +387,9 @@ class Ticket(Generic[S]):
     def clear_the_way(self, has_room: Callable[[], bool]) -> None:
         """Let go now of those who have to, one after the other, until there is room: for memory that cannot
         hold them beside their successor."""
-        cache = self._cache
-        for entry in superseded(cache.entries, self.tokens, own=self._own):
-            if has_room():
-                return
-            cache._drop(entry)
-            cache.counters.n_superseded += 1
-        for entry in self.victims:
-            if has_room():
-                return
-            cache._evict(entry)
+        self._cache._let_go(
+            superseded(self._cache.entries, self.tokens, own=self._own), self.victims, has_room
+        )
 
     def cancel(self) -> None:
         """Give the room back: nothing was captured."""

@@ -374,6 +374,26 @@ def test_closing_saves_what_the_folder_lacks(tmp_path: Path) -> None:
             assert engine.generate(text, **SHORT).usage.cached_tokens == n_cached
 
 
+def test_a_state_comes_back_from_the_folder_where_memory_is_full(plain: Engine, tmp_path: Path) -> None:
+    texts = [prompt(300, seed=seed) for seed in range(6)]
+    with qwen(kv_cache_dir=tmp_path, kv_cache_min_tokens=1, prefix_cache_max_mib=1) as engine:
+        for text in texts:
+            engine.generate(text, **SHORT)
+        stats = engine.stats().snapshots
+        assert stats is not None
+        assert stats.evicted > 0
+        for text in texts * 2:
+            result = engine.generate(text, **SHORT)
+            assert result.reuse is not None
+            assert result.reuse.tier is not None, result.reuse
+            assert same(result, plain.generate(text, **SHORT))
+        stats = engine.stats().snapshots
+        assert stats is not None
+        assert stats.unusable == {}
+        assert stats.hits["disk"] >= 6
+        assert engine.memory()["CPU"]["snapshots"] <= stats.n_bytes <= stats.limit_bytes == 2**20
+
+
 @pytest.mark.parametrize("element", ["F32", "Q8_0"])
 def test_states_are_continued_by_engines_that_round_alike(element: str, tmp_path: Path) -> None:
     """Lone rows of F32 weights are padded where there are several slots, and come out otherwise."""

@@ -601,3 +601,16 @@ def test_smaller_limits_let_go_as_for_a_new_state() -> None:
         assert held(cache) == ["y"]
     cache.resize(Limits(n_entries=3, n_bytes=0))
     assert held(cache) == []
+
+
+def test_room_is_made_for_what_comes_from_below_as_far_as_it_helps() -> None:
+    shelf = Shelf()
+    cache = cache_of("a", "ab", "x", "y", limit=40, lower=shelf)
+    cache.clear_the_way(ids("z"), 50, lambda: False)
+    assert len(cache.entries) == 4
+    cache.clear_the_way(ids("z"), 20, lambda: len(cache.entries) == 3)
+    assert [entry.stored.text for entry in cache.entries] == ["a", "x", "y"]
+    cache.clear_the_way(ids("xyz"), 20, lambda: False)
+    assert [entry.stored.text for entry in cache.entries] == ["x", "y"]
+    assert shelf.texts == ["ab", "a"]
+    assert cache.counters.n_evicted == 2

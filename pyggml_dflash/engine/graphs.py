@@ -179,9 +179,9 @@ class Forwards:
         )
         self._fill(self._many, slot, tokens, key)
         graph = self._cache.once(*self._build(key, self._many))
-        if self.feeder is not None and ahead:
-            self.feeder.expect(ahead, (*slot.recent, *tokens)[-RECENT_TOKENS:])
         try:
+            if self.feeder is not None and ahead:
+                self.feeder.expect(ahead, (*slot.recent, *tokens)[-RECENT_TOKENS:])
             slot.torn = True
             results = graph.run()
             return None if output == "none" else np.array(results[0], np.float32)
@@ -196,12 +196,12 @@ class Forwards:
         key = GraphKey(n_tokens=n, n_kv=n_kv, slot=slot.id, output="all", form=self.form(n_past, n, n_kv))
         self._fill(self._many, slot, tokens, key)
         builder, _ = self._build(key, self._many)
-        chosen = tuple(builder.output(builder.cont(x)) for x in builder.picks)
-        graph = self._cache.once(builder, chosen)
         try:
+            chosen = tuple(builder.output(builder.cont(x)) for x in builder.picks)
+            graph = self._cache.once(builder, chosen)
             return [np.array(found, np.int32) for found in graph.run()]
         finally:
-            graph.close()
+            builder.close()
 
     def decode(self, slot: Slot, token: int, *, capture: bool = False) -> Logits:
         """Run one token behind what the slot has: logits F32 [n_vocab], overwritten by the next call."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Architecture, Capture, FedRows, Feeder, GraphKey, Record, Step, Tap
+from pyggml_dflash.engine.graph_cache import place
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.graph import GraphAllocator, InputArena, StepGraph
@@ -55,7 +56,7 @@ class RowGather:
             self._graph, self._n_rows = None, 0
         g = GraphBuilder(64)
         rows = g.output(g.get_rows(self._table, g.view(self._ids["ids"].tensor, (n_rows,), (), 0)))
-        self._graph, self._n_rows = StepGraph(self._host, g, (rows,), self._allocator), n_rows
+        self._graph, self._n_rows = place(self._host, g, (rows,), self._allocator), n_rows
 
     def close(self) -> None:
         """Free graph and inputs."""

@@ -103,16 +103,16 @@ class ProductRunner:
         """
         assert len(first_experts) <= MOST_CHOICES
         g = builder_for(self._backend, 64 + 8 * len(first_experts) * n_inputs)
-        found = [
-            g.output(self._product(g, product, n, i, choice, firsts))
-            for choice, firsts in enumerate(first_experts)
-            for i in range(n_inputs)
-        ]
-        graph = StepGraph(self._backend, g, tuple(found), self._allocator)
         try:
+            found = [
+                g.output(self._product(g, product, n, i, choice, firsts))
+                for choice, firsts in enumerate(first_experts)
+                for i in range(n_inputs)
+            ]
+            graph = StepGraph(self._backend, g, tuple(found), self._allocator)
             return np.array(graph.run()).reshape(len(first_experts), n_inputs, n, -1)
         finally:
-            graph.close()
+            g.close()
 
     def _product(
         self, g: GraphBuilder, product: Product, n: int, i: int, choice: int, firsts: Sequence[int]

@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pyggml_dflash import (
     DamagedFileError,
+    DeviceMemoryError,
     DflashError,
     Engine,
     EngineClosed,
@@ -24,6 +26,7 @@ from pyggml_dflash import (
     Progress,
     UsageError,
 )
+from pyggml_dflash.ggml.ledger import Charge, Ledger
 from tests.engine.apart import program
 from tests.engine.hostile import edited
 from tests.engine.tiny import LLAMA, PATIENCE_S, QWEN3, QWEN35, opened, prompt
@@ -434,3 +437,48 @@ print(n_interrupted > 60, [thread.name for thread in threading.enumerate()])
 def test_an_interrupt_anywhere_in_opening_leaves_no_thread() -> None:
     done = program(INTERRUPTED_ANYWHERE, warnings="ignore")
     assert (done.returncode, done.stdout) == (0, "True ['MainThread']\n"), done.stderr
+
+
+# memory that lacks
+
+
+def charges(monkeypatch: pytest.MonkeyPatch, *, fails: Callable[[list[str]], bool]) -> list[str]:
+    """Labels of what is charged from now on; a charge is refused where they make `fails` true."""
+    charge, seen = Ledger.charge, list[str]()
+
+    def noted(ledger: Ledger, device: str, label: str, n_bytes: int) -> Charge:
+        if not ledger.dry:
+            seen.append(label)
+            if fails(seen):
+                raise DeviceMemoryError(what=label, wanted=n_bytes, free=0, device=device)
+        return charge(ledger, device, label, n_bytes)
+
+    monkeypatch.setattr(Ledger, "charge", noted)
+    return seen
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_load_that_lacks_memory_anywhere_says_so_and_leaves_nothing(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_ctx": 256, "chunk": 64, "slots": 2, "spec": "mtp"}
+
+    def opened_once() -> list[str]:
+        with monkeypatch.context() as patch:
+            seen = charges(patch, fails=lambda _: False)
+            with opened(QWEN35, device_cap={"CPU": 2**30}, **options):
+                return list(seen)
+
+    order = opened_once()
+    places = {
+        label: order.index(label) if which == "first" else len(order) - 1 - order[::-1].index(label)
+        for label in order
+    }
+    assert {"products", "graphs", "draft graphs", "state", "inputs"} <= set(places)
+    for label, n in places.items():
+        with leaks_collected() as leaks, monkeypatch.context() as patch:
+            charges(patch, fails=lambda seen, n=n: len(seen) > n)  # type: ignore[misc]
+            failure = error_of(lambda: opened(QWEN35, device_cap={"CPU": 2**30}, **options))
+        assert isinstance(failure, DeviceMemoryError), failure
+        assert label in str(failure)
+        assert leaks == []

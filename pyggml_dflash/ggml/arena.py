@@ -6,18 +6,20 @@ import mmap
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.errors import DeviceMemoryError
+from pyggml_dflash.errors import BackendError, DeviceMemoryError, human_bytes
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
 from pyggml_dflash.ggml.handle import Handle, check
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.tensor import Tensor
+
+OWN_PAGES_BYTES: Final = 2**18  # of a context; those of few tensors are smaller
 
 DTYPES: dict[ElementType, npt.DTypeLike] = {
     ElementType.F32: np.float32,
@@ -29,7 +31,11 @@ DTYPES: dict[ElementType, npt.DTypeLike] = {
 
 
 class Context(Handle):
-    """Room for tensor headers; their data lives elsewhere (`no_alloc`)."""
+    """Room for tensor headers; their data lives elsewhere (`no_alloc`).
+
+    That of a graph is several times what most graphs fill. It has pages of its own, which take memory once
+    they are touched and go back to the system: a heap would keep them all.
+    """
 
     __slots__ = ("n_bytes",)
 
@@ -38,10 +44,26 @@ class Context(Handle):
         if graph_nodes:
             size += lib.ggml_graph_overhead_custom(graph_nodes, False)
         self.n_bytes = int(size)
-        params = ffi.new(
-            "struct ggml_init_params *", {"mem_size": size, "mem_buffer": ffi.NULL, "no_alloc": True}
-        )
-        super().__init__(lib.ggml_init(params[0]), lib.ggml_free)
+        if self.n_bytes < OWN_PAGES_BYTES:
+            super().__init__(_new_context(self.n_bytes, ffi.NULL), lib.ggml_free)
+            return
+        try:
+            memory = _zero_pages(self.n_bytes)
+        except MemoryError:
+            raise BackendError(f"the system has no {human_bytes(self.n_bytes)} for tensor headers") from None
+        base = ffi.from_buffer(memory)
+
+        def free(ptr: CData) -> None:
+            lib.ggml_free(ptr)
+            ffi.release(base)
+            memory.close()
+
+        super().__init__(_new_context(self.n_bytes, base), free)
+
+
+def _new_context(n_bytes: int, memory: CData) -> CData:
+    params = {"mem_size": n_bytes, "mem_buffer": memory, "no_alloc": True}
+    return lib.ggml_init(ffi.new("struct ggml_init_params *", params)[0])
 
 
 class Buffer(Handle):

@@ -233,3 +233,44 @@ def test_a_tensor_beyond_the_mapping_is_caught() -> None:
     with pytest.raises(AssertionError):
         arena.place("x", ElementType.F32, (32,), 4096 - 64)
     arena.close()
+
+
+HEADERS = """
+import os
+from pathlib import Path
+from pyggml_dflash.ggml.arena import Context
+from pyggml_dflash.ggml.ffi import lib
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def filled(part):
+    context = Context(20_000)
+    for _ in range(20_000 // part):
+        lib.ggml_new_tensor_1d(context.ptr, lib.GGML_TYPE_F32, 1)
+    return context
+
+filled(1).close()  # a heap that was asked for so much once keeps such pieces from then on
+before = resident()
+contexts = [filled(1) for _ in range(10)]
+n_bytes = contexts[0].n_bytes
+full = resident() - before
+while len(contexts) > 1:
+    contexts.pop(0).close()
+left = resident() - before
+contexts += [filled(10) for _ in range(10)]
+some = resident() - before - left
+for context in contexts:
+    context.close()
+print(full / n_bytes, left / n_bytes, some / n_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which only Linux has")
+def test_headers_take_what_is_filled_and_give_it_back() -> None:
+    done = program(HEADERS)
+    assert done.returncode == 0, done.stderr
+    full, left, some = map(float, done.stdout.split())
+    assert full > 9
+    assert left < 2
+    assert some < 2

@@ -263,22 +263,6 @@ def test_captures_that_fail_are_counted_and_harmless(plain: Engine, monkeypatch:
 # memory
 
 
-def test_states_of_a_history_that_is_rewritten_again_and_again_stay_within_their_limit() -> None:
-    """B06: compacted after every third turn, so that hardly anything is continued."""
-    with qwen(prefix_cache_max_mib=1) as engine:
-        most = 0
-        for i in range(60):
-            parts = [turn(1, 40, i // 3), *(turn(2, 25, j) for j in range(i - i % 3, i + 1))]
-            engine.generate(question(*parts), max_tokens=1)
-            most = max(most, engine.memory()["CPU"].get("snapshots", 0))
-        stats = engine.stats().snapshots
-        assert stats is not None
-        assert most <= stats.limit_bytes == 2**20
-        assert stats.n_bytes <= 2**20
-        assert stats.evicted > 0
-        assert stats.capture_failures == {}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stored")

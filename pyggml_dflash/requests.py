@@ -207,8 +207,9 @@ class PromptReuse:
     """How much of a prompt was continued from a stored state, and why it was not more.
 
     `n_common` tokens are those of some stored text; there the prompt may leave it without a state to go on
-    from. `stop` says why: 'nothing stored', 'differs', 'no snapshot between', 'end of what is stored',
-    'whole prompt' (its last token has to run again).
+    from. Models with attention alone go on from the last forward's end before it, those with recurrent state
+    from where one was stored. `stop` says why: 'nothing stored', 'differs', 'no snapshot between', 'end of
+    what is stored', 'whole prompt' (its last token has to run again).
     """
 
     n_reused: int

@@ -146,11 +146,17 @@ class Reuse:
 
         Turns begin at the `boundaries`, forwards end at the `ends`. At least one token is left to run.
         `companion`: what else takes part in the sequence; it tells whether it covers what was restored.
+        States that have rows only, and no companion, are continued from any of the ends that prompts share.
         """
         ids = np.array(tokens, np.int32)
         if companion is not None:
             companion.forget()
-        match = self.cache.reuse(ids, lambda found: self._restore(slot, found, companion), own=ends.own)
+        match = self.cache.reuse(
+            ids,
+            lambda found, n_past: self._restore(slot, found, companion, n_past),
+            own=ends.own,
+            cuts=ends.shared if companion is None and self.store.has_rows_only else (),
+        )
         assert slot.n_past == match.n_reused < len(ids)
         points = capture_points(
             len(ids),
@@ -163,9 +169,9 @@ class Reuse:
         )
         return Continued(ids, match, ends.own, {point.position: point.protect for point in points})
 
-    def _restore(self, slot: Slot, snapshot: Snapshot, companion: Companion | None) -> None:
+    def _restore(self, slot: Slot, snapshot: Snapshot, companion: Companion | None, n_past: int) -> None:
         try:
-            self.store.restore(slot, snapshot, companion)
+            self.store.restore(slot, snapshot, companion, n_past=n_past)
         except SnapshotError:
             raise
         except DflashError as error:  # half-way

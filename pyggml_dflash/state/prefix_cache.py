@@ -1,7 +1,8 @@
 """The prefix cache: which stored state a prompt can continue, and which states are worth keeping. Layer 5.
 
 It owns snapshots and knows nothing of what is in them. A prefix is found by comparing tokens; keys are
-an index only. A hit counts once the state is in a slot. What has to go may be kept by a lower tier, such
+an index only. A state of rows alone may be continued from any forward's end in it, others from their end. A
+hit counts once the state is in a slot. What has to go may be kept by a lower tier, such
 as a folder of files, and comes back from there when it is asked for.
 
 Capturing takes time, so room is reserved first: one `Ticket` at a time, which ends in `commit`, or in
@@ -11,6 +12,7 @@ Capturing takes time, so room is reserved first: one `Ticket` at a time, which e
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,54 +100,66 @@ class PrefixCache(Generic[S]):
         """Memory of everything stored."""
         return sum(entry.n_bytes for entry in self._entries.values())
 
-    def find(self, tokens: Sequence[int] | Tokens, *, own: int = 0) -> Match:
+    def find(self, tokens: Sequence[int] | Tokens, *, own: int = 0, cuts: Sequence[int] = ()) -> Match:
         """The longest stored prefix that leaves a token to run; nothing is counted or changed.
 
-        `own`: where forwards of this prompt have an end that is its own, see `cuts`.
+        `own`: where forwards of this prompt have an end that is its own, see `cuts`. `cuts`: where else they
+        end, ascending, if states may be continued from there that go on otherwise.
         """
         ids = np.asarray(tokens, np.int32)
-        return self._find(ids, len(ids) - 1, own)[0]
+        return self._find(ids, len(ids) - 1, own, cuts)[0]
 
-    def _find(self, tokens: Tokens, most_lower: int, own: int) -> tuple[Match, Entry[S] | None]:
+    def _find(
+        self, tokens: Tokens, most_lower: int, own: int, cuts: Sequence[int]
+    ) -> tuple[Match, Entry[S] | None]:
         """`most_lower`: the longest prefix that the lower tier is asked for."""
         best: Entry[S] | None = None
-        n_common = n_best = 0
+        n_common, n_best, is_whole = 0, 0, False
         for entry in self._entries.values():
             n = common_prefix(entry.tokens, tokens)
             n_common = max(n_common, n)
-            if n_best < n == len(entry.tokens) < len(tokens) and (not entry.own or n == own):
-                best, n_best = entry, n
+            whole = n == len(entry.tokens) < len(tokens) and (not entry.own or n == own)
+            n_usable = n if whole else _last(cuts, min(n, len(tokens) - 1))
+            if (n_usable, whole) > (n_best, is_whole):
+                best, n_best, is_whole = entry, n_usable, whole
         n_lower = 0 if self._lower is None else self._lower.longest(tokens[:most_lower], n_best)
         n_reused = max(n_best, n_lower)
         match = Match(
             n_prompt=len(tokens),
             n_reused=n_reused,
             n_common=max(n_common, n_reused),
-            stop=self._why(tokens, n_reused, n_common),
+            stop=self._why(tokens, n_reused, n_common, has_cuts=bool(cuts), is_whole=is_whole or n_lower > 0),
             tier="disk" if n_lower else "memory" if best is not None else None,
         )
         return match, None if n_lower else best
 
-    def _why(self, tokens: Tokens, n_reused: int, n_common: int) -> Stop:
+    def _why(self, tokens: Tokens, n_reused: int, n_common: int, *, has_cuts: bool, is_whole: bool) -> Stop:
         if not n_reused and not self._entries and not (self._lower and self._lower.n_states):
             return "nothing stored"
         if self._at(tokens) is not None:
             return "whole prompt"
-        if n_reused >= n_common and n_reused:
+        if n_reused >= n_common and is_whole:
             return "end of what is stored"
-        return "no snapshot between" if n_common else "differs"
+        return "no snapshot between" if n_common and not has_cuts else "differs"
 
-    def reuse(self, tokens: Sequence[int] | Tokens, restore: Callable[[S], None], *, own: int = 0) -> Match:
+    def reuse(
+        self,
+        tokens: Sequence[int] | Tokens,
+        restore: Callable[[S, int], None],
+        *,
+        own: int = 0,
+        cuts: Sequence[int] = (),
+    ) -> Match:
         """Have `restore` put the longest usable stored prefix into a slot; what became of it.
 
-        A state for which it raises `SnapshotError` is dropped and the next shorter one is tried. `own` as in
-        `find`.
+        It is given a state and how many of its tokens. A state for which it raises `SnapshotError` is dropped
+        and the next shorter one is tried. `own` and `cuts` as in `find`.
         """
         ids = np.asarray(tokens, np.int32)
         most_lower = len(ids) - 1
         self.counters.n_prompt += len(ids)
         while True:
-            match, entry = self._find(ids, most_lower, own)
+            match, entry = self._find(ids, most_lower, own, cuts)
             if match.tier is None:
                 self.counters.misses[match.stop] += 1
                 return match
@@ -153,7 +167,7 @@ class PrefixCache(Generic[S]):
                 if entry is None:
                     self._restore_lower(ids[: match.n_reused], restore)
                 else:
-                    restore(entry.stored)
+                    restore(entry.stored, match.n_reused)
             except SnapshotError as error:
                 self.counters.unusable[error.reason] += 1
                 most_lower = min(most_lower, match.n_reused - 1)
@@ -166,11 +180,11 @@ class PrefixCache(Generic[S]):
             self.counters.n_reused += match.n_reused
             return match
 
-    def _restore_lower(self, tokens: Tokens, restore: Callable[[S], None]) -> None:
+    def _restore_lower(self, tokens: Tokens, restore: Callable[[S, int], None]) -> None:
         assert self._lower is not None
         stored = self._lower.load(tokens)
         try:
-            restore(stored)
+            restore(stored, len(tokens))
         except BaseException:
             stored.close()
             raise
@@ -331,6 +345,12 @@ class PrefixCache(Generic[S]):
 
     def _key(self, tokens: Tokens, own: bool = False) -> Digest:
         return token_key(self._fingerprint + OWN if own else self._fingerprint, tokens)
+
+
+def _last(cuts: Sequence[int], most: int) -> int:
+    """The last of the ascending cuts up to `most`, or 0."""
+    i = bisect_right(cuts, most)
+    return cuts[i - 1] if i else 0
 
 
 class Ticket(Generic[S]):

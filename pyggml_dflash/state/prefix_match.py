@@ -53,10 +53,11 @@ class LowerTier(Protocol[S]):
 class Match:
     """How much of a prompt a stored state covers, and why it is not more.
 
-    `n_common` tokens are those of some text in memory. 'differs': the prompt goes its own way there;
-    'no snapshot between': it does so too, or was to keep a token to run, and no state was stored up to
-    there but the one that is reused; 'end of what is stored': all of a stored text is reused; 'whole
-    prompt': a state of the whole prompt is stored, but its last token has to run again.
+    `n_common` tokens are those of some text in memory. 'differs': the prompt goes its own way there, and what
+    is reused reaches up to there, or up to where the last forward before ends; 'no snapshot between': it does
+    so too, or was to keep a token to run, and no state was stored up to there but the one that is reused;
+    'end of what is stored': all of a stored text is reused; 'whole prompt': a state of the whole prompt is
+    stored, but its last token has to run again.
     """
 
     n_prompt: int

@@ -172,9 +172,22 @@ class SnapshotStore:
             return TOO_LONG
         return "" if contents.strips == layout_strips(layout, contents.n_past) else OTHER_STRIPS
 
-    def restore(self, slot: Slot, snapshot: Snapshot, companion: Companion | None = None) -> None:
+    @property
+    def has_rows_only(self) -> bool:
+        """True if a state at one position has in it those at every position before."""
+        return self._slots.layout.recurrent_bytes == 0
+
+    def restore(
+        self,
+        slot: Slot,
+        snapshot: Snapshot,
+        companion: Companion | None = None,
+        *,
+        n_past: int | None = None,
+    ) -> None:
         """Put the state into `slot`, whatever it holds, as if the snapshot's tokens had just run there.
 
+        `n_past`: so many of them alone, for which a state has to have rows only, and no companion.
         `SnapshotError` if it does not belong here, before anything is changed. A companion gets its strips,
         or is told to forget if the snapshot has none that fit it.
         """
@@ -185,10 +198,14 @@ class SnapshotStore:
             raise SnapshotError(reason)
         self._compute.synchronize()  # nothing that is queued may write behind the copies
         started = time.perf_counter()
-        parts = slot_parts(self._slots, slot, contents.n_past)
+        n_past = contents.n_past if n_past is None else n_past
+        assert n_past == contents.n_past or (
+            0 < n_past < contents.n_past and self.has_rows_only and companion is None
+        )
+        parts = slot_parts(self._slots, slot, n_past)
         if companion is not None:
             parts += self._ready_companion(contents, companion)
-        slot.vacate(contents.n_past)  # a reset clears all of it if this ends half-way
+        slot.vacate(n_past)  # a reset clears all of it if this ends half-way
         try:
             with Transfer(self._compute) as transfer:
                 for part, tensor in zip(parts, snapshot.tensors, strict=False):  # a companion's come last
@@ -197,7 +214,7 @@ class SnapshotStore:
             if companion is not None:
                 companion.forget()
             raise
-        slot.resume(contents.n_past, contents.tokens[-RECENT_TOKENS:].tolist())
+        slot.resume(n_past, contents.tokens[:n_past][-RECENT_TOKENS:].tolist())
         self.counters.n_restored += 1
         self.counters.restored_bytes += sum(part.strip.n_bytes for part in parts)
         self.counters.restore_s += time.perf_counter() - started

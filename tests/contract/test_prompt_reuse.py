@@ -127,6 +127,41 @@ def test_a_prompt_of_one_token_more_and_the_same_prompt_again_are_continued(mode
         assert_same(ask(engine, prompt), first)
 
 
+@pytest.mark.parametrize("cache", ["f16", "q8_0"])
+def test_a_beginning_that_another_prompt_had_too_is_continued(
+    model: Path, cache: KVType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B22: at once by models with attention alone, from where a forward ends in it.
+
+    Those with recurrent state store one there when they meet the beginning again.
+    """
+    monkeypatch.setattr(cuts, "LONG", 256)
+    monkeypatch.setattr(cuts, "LAST", 16)
+    head = turn(1, 100, 1)  # 105 tokens
+    turns = [[*head, *turn(2, n, 60 + n), *turn(3, 30, 7), START, 3, LINE] for n in (40, 90, 5)]
+    raw = [
+        [*tokens(n_shared, seed=1), *tokens(n, seed=n)] for n_shared, n in ((300, 20), (290, 30), (100, 9))
+    ]
+    rows_only = model.stem in ("llama", "qwen3")
+    # ends of the first: 64, 106, ...; of the raw ones: 64, 128, 192, 256, and their own
+    for prompts, n_cached in ((turns, (0, 106, 106)), (raw, (0, 256, 64))):
+        with opened(
+            model, max_ctx=1024, chunk=CHUNK, slots=2, cache_type_k=cache, cache_type_v=cache
+        ) as engine:
+            for i, (prompt, n) in enumerate(zip(prompts, n_cached, strict=True)):
+                with busy(engine, i % 2):
+                    found = ask(engine, prompt)
+                assert_same(found, ask(engine, prompt, cache_prompt=False))
+                if rows_only:
+                    assert found.usage.cached_tokens == n
+                    assert found.reuse is not None
+                    assert found.reuse.stop == ("differs" if n else "nothing stored")
+                assert_same(ask(engine, prompt), found)
+            stats = engine.stats().snapshots
+            assert stats is not None
+            assert (stats.capture_failures, stats.unusable) == ({}, {})
+
+
 def test_a_long_prompt_sent_again_runs_its_last_tokens_alone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

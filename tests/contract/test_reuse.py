@@ -186,7 +186,7 @@ def test_prompts_that_share_a_beginning_reuse_it(model: Path) -> None:
 
 @pytest.mark.parametrize("n_shared", [100, 480])
 def test_prompts_without_turns_reuse_all_but_a_chunk(model: Path, n_shared: int) -> None:
-    """The second prompt finds no state in what is shared, says so and leaves one for the third (B22)."""
+    """With recurrent state the second finds none in what is shared, and leaves one for the third (B22)."""
     shared = tokens(n_shared, seed=48)
     prompts = [[*shared, *tokens(150, seed=seed)] for seed in (51, 52, 53)]
     expected = cold(model, prompts)
@@ -194,9 +194,12 @@ def test_prompts_without_turns_reuse_all_but_a_chunk(model: Path, n_shared: int)
         found = [server.ask(prompt) for prompt in prompts]
         for answer, again in zip(expected, found, strict=True):
             assert_same(again, answer)
-        assert [answer.match.stop for answer in found[:2]] == ["nothing stored", "no snapshot between"]
+        rows_only = server.reuse.store.has_rows_only
+        why = "differs" if rows_only else "no snapshot between"
+        assert [answer.match.stop for answer in found[:2]] == ["nothing stored", why]
         assert found[1].match.n_common == n_shared
-        assert found[2].match.n_reused >= n_shared - CHUNK
+        for answer in found[1 if rows_only else 2 :]:
+            assert answer.match.n_reused >= n_shared - CHUNK
         longer = [*prompts[0], *tokens(30, seed=54)]
         match = server.ask(longer).match
         assert match.n_reused >= len(prompts[0]) - CHUNK

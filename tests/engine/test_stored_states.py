@@ -170,6 +170,22 @@ def test_a_beginning_that_raw_prompts_share_is_found_by_the_second_and_continued
             assert same(result, plain.generate(text, **SHORT))
 
 
+@pytest.mark.parametrize("n_shared", [100, 480])
+@pytest.mark.parametrize("model", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_attention_alone_continues_a_beginning_that_raw_prompts_share_at_once(
+    model: Path, n_shared: int
+) -> None:
+    """B22: a state has the rows of every end of a forward before its own."""
+    texts = [[*prompt(n_shared), *prompt(200, seed=seed)] for seed in (2, 3)]
+    with opened(model, max_ctx=1024, chunk=CHUNK) as engine:
+        for text, n_cached in zip(texts, (0, n_shared - n_shared % CHUNK), strict=True):
+            found = engine.generate(text, **SHORT)
+            assert found.usage.cached_tokens == n_cached
+            assert same(found, engine.generate(text, cache_prompt=False, **SHORT))
+        assert found.reuse is not None
+        assert (found.reuse.n_common, found.reuse.stop) == (n_shared, "differs")
+
+
 @pytest.mark.parametrize("n", [100, 480])
 def test_a_raw_prompt_that_goes_on_is_continued_at_once(plain: Engine, n: int) -> None:
     """B22, too: all but its last forward."""

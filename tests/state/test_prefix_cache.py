@@ -64,17 +64,20 @@ def held(cache: PrefixCache[Text]) -> list[str]:
     return [entry.stored.text for entry in cache.entries]
 
 
-def reuse(cache: PrefixCache[Text], prompt: str, bad: Sequence[str] = ()) -> tuple[Match, list[str]]:
-    """What is reused for a prompt, and which states were tried; those in `bad` cannot be restored."""
+def reuse(
+    cache: PrefixCache[Text], prompt: str, bad: Sequence[str] = (), *, cuts: Sequence[int] = ()
+) -> tuple[Match, list[str]]:
+    """What is reused for a prompt, and which texts were tried; states of those in `bad` are not usable."""
     tried: list[str] = []
 
-    def restore(stored: Text) -> None:
+    def restore(stored: Text, n: int) -> None:
         assert not stored.closed
-        tried.append(stored.text)
+        assert n == len(stored.text) or n in cuts
+        tried.append(stored.text[:n])
         if stored.text in bad:
             raise SnapshotError("bad")
 
-    return cache.reuse(ids(prompt), restore), tried
+    return cache.reuse(ids(prompt), restore, cuts=cuts), tried
 
 
 class Shelf:
@@ -141,6 +144,44 @@ def test_the_longest_prefix_that_leaves_a_token_is_found(
     cache.close()
 
 
+@pytest.mark.parametrize(
+    ("stored", "prompt", "n_reused", "n_common", "stop"),
+    [
+        (["abcdefgh"], "abcdefxy", 6, 6, "differs"),
+        (["abcdefgh"], "abcdexyz", 4, 5, "differs"),
+        (["abcdefgh"], "abcdef", 4, 6, "differs"),  # its last token has to run
+        (["abcdefgh"], "abcdefgh", 6, 8, "whole prompt"),
+        (["abcdefgh", "abcd"], "abcdx", 4, 4, "end of what is stored"),  # all of a state before a part
+        (["abcdefgh", "abcde"], "abcdex", 5, 5, "end of what is stored"),
+        (["abcdefgh", "abc"], "abcx", 3, 3, "end of what is stored"),
+        (["abcdefgh", "abc"], "abcdx", 4, 4, "differs"),
+        (["abcdefgh", "abc"], "abcdefx", 6, 6, "differs"),
+        (["abcdexyz", "abcd"], "abcdeq", 4, 5, "differs"),
+        (["abcdefgh"], "ax", 0, 1, "differs"),
+        (["abcdefgh"], "x", 0, 0, "differs"),
+    ],
+)
+def test_a_state_of_rows_is_continued_from_the_last_end_of_a_forward_in_what_is_common(
+    stored: list[str], prompt: str, n_reused: int, n_common: int, stop: str
+) -> None:
+    cache, cuts = cache_of(*stored), (2, 4, 6, 8)
+    match, tried = reuse(cache, prompt, cuts=cuts)
+    assert (match.n_reused, match.n_common, match.stop) == (n_reused, n_common, stop)
+    assert tried == ([prompt[:n_reused]] if n_reused else [])
+    assert cache.find(ids(prompt), cuts=cuts) == match
+    assert cache.counters.n_reused == n_reused
+    cache.close()
+
+
+def test_a_state_that_is_continued_in_part_is_used_as_any_other() -> None:
+    cache = cache_of("abcdefgh", "x")
+    assert reuse(cache, "abcdx", cuts=(2, 4))[0].n_reused == 4
+    assert held(cache) == ["x", "abcdefgh"]
+    match, tried = reuse(cache, "abcdx", bad=["abcdefgh"], cuts=(2, 4))
+    assert (match.n_reused, tried, held(cache)) == (0, ["abcd"], ["x"])
+    cache.close()
+
+
 def test_a_hit_is_counted_and_moved_after_its_state_was_restored() -> None:
     cache = cache_of("ab", "x", "abcd")
     match, tried = reuse(cache, "abcde", bad=["abcd"])
@@ -158,7 +199,7 @@ def test_a_hit_is_counted_and_moved_after_its_state_was_restored() -> None:
 def test_an_error_of_another_kind_changes_nothing() -> None:
     cache = cache_of("ab", "x")
 
-    def fail(stored: Text) -> None:
+    def fail(stored: Text, n: int) -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -294,6 +335,7 @@ def test_a_state_of_an_end_that_is_a_prompts_own_serves_prompts_with_the_same_al
         for own, n_reused, stop in ((4, 4, "end of what is stored"), (3, 2, "no snapshot between")):
             found = cache.find(ids("abcdef"), own=own)
             assert (found.n_reused, found.n_common, found.stop) == (n_reused, 4, stop)
+        assert cache.find(ids("abcdef"), own=3, cuts=(2, 6)).n_reused == 2  # rows up to there are of all
         match, tried = reuse(cache, "abcdx")
         assert (match.n_reused, tried) == (2, ["ab"])
         match, _ = reuse(cache, "abcd")

@@ -68,6 +68,32 @@ def test_a_restore_writes_or_zeroes_every_byte_of_its_slot_alone(states: States,
     snapshot.close()
 
 
+ROWS = StateLayout(n_ctx=64, tensors=tuple(t for t in LAYOUT.tensors if t.grows))
+
+
+@pytest.mark.parametrize("n_past", [1, 3, 4, 7, 31, 32])
+def test_a_state_of_rows_has_those_of_every_position_before(n_past: int) -> None:
+    with opened(layout=ROWS) as states:
+        assert states.store.has_rows_only
+        snapshot, _ = captured(states, 0, 32)
+        image = states.bytes_of(states.table.slots[0])
+        for target in states.table.slots:
+            states.fill(target, 40)
+            states.store.restore(target, snapshot, n_past=n_past)
+            assert states.bytes_of(target) == states.expected(image, n_past)
+            assert (target.n_past, target.n_written) == (n_past, n_past)
+            assert target.recent == tuple(IDS[:n_past][-8:])
+        snapshot.close()
+
+
+def test_a_state_with_more_than_rows_is_restored_whole(states: States) -> None:
+    assert not states.store.has_rows_only
+    snapshot, _ = captured(states, 0, 32)
+    with pytest.raises(AssertionError):
+        states.store.restore(states.table.slots[1], snapshot, n_past=31)
+    snapshot.close()
+
+
 def test_a_snapshot_does_not_change_with_its_slot(states: States) -> None:
     snapshot, expected = captured(states, 1, 30)
     states.fill(states.table.slots[1], 64)

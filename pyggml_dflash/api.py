@@ -166,7 +166,7 @@ class Engine:
         self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
         self.options = chosen = _from_environment(_checked(options))
-        self._thread = EngineThread(chosen.queue_limit)
+        self._thread = EngineThread(chosen)
         # Also runs when the interpreter ends, so that no thread computes while libraries are taken down. It
         # is there before the thread is, since an interrupt may come anywhere.
         self._net = weakref.finalize(self, _close_leaked, self._thread)
@@ -185,6 +185,8 @@ class Engine:
         min_ctx: int | None = None,
         slots: int = 1,
         queue_limit: int | None = None,
+        prefill_share: float = 1.0,
+        admission_coalesce_ms: int = 0,
         allow_batch_variance: bool = False,
         chunk: int | Auto = "auto",
         device: str | None = None,
@@ -232,6 +234,8 @@ class Engine:
             min_ctx=min_ctx,
             slots=slots,
             queue_limit=queue_limit,
+            prefill_share=prefill_share,
+            admission_coalesce_ms=admission_coalesce_ms,
             allow_batch_variance=allow_batch_variance,
             chunk=chunk,
             device=device,

@@ -158,6 +158,8 @@ class EngineOptions:
     min_ctx: int | None = None  # the least that 'auto' may choose; None: 4096, or 256 for short models
     slots: int = 1  # sequences at a time
     queue_limit: int | None = None  # most requests that wait for a slot; more are refused; None: any number
+    prefill_share: float = 1.0  # most of the time that prompts may take while others are answered; 1: any
+    admission_coalesce_ms: int = 0  # how long an idle engine waits for more requests when one comes
     allow_batch_variance: bool = False  # decode slots together even where a row is then rounded otherwise
     chunk: int | Auto = "auto"  # prompt rows per prefill forward
     device: str | None = None  # as `dflash devices` lists them; None: the roomiest GPU, else the CPU
@@ -202,6 +204,8 @@ class EngineOptions:
         if self.device is not None and not isinstance(self.device, str):
             raise refusal("device", self.device, "it must be a device's name or None")
         self._check_split()
+        check_number("prefill_share", self.prefill_share, 0, 1)
+        check_int("admission_coalesce_ms", self.admission_coalesce_ms, 0, 1000)
         if self.threads is not None:
             check_int("threads", self.threads, 1, 512)
         check_choice("cache_type_k", self.cache_type_k, KV_TYPES)

@@ -70,6 +70,8 @@ def test_defaults_are_accepted_and_greedy() -> None:
         (EngineOptions, "spec", ["auto", "off", "dflash", "mtp"], ["on", True, None]),
         (EngineOptions, "spec_width", ["auto", 2, 16], [1, 17, "4", None]),
         (EngineOptions, "nfc", [True, False], [1, "no", None]),
+        (EngineOptions, "prefill_share", [0, 0.25, 1.0], [-0.1, 1.1, "1", None, True]),
+        (EngineOptions, "admission_coalesce_ms", [0, 20, 1000], [-1, 1001, 0.5, None]),
         (EngineOptions, "allow_batch_variance", [True, False], [1, "no", None]),
         (EngineOptions, "draft", [None, Path("x")], ["x", b"x"]),
         (EngineOptions, "draft_causal", ["auto", "none", "swa", "all"], [None, False, "SWA", "full"]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
@@ -186,6 +187,7 @@ class EngineCore:
         runs = decode_step(
             self._forwards, self._backlog, self._failures, [self.seat(id) for id in plan.decode]
         )
+        started_s = time.perf_counter()
         for id in plan.prefill:
             seat = self.seat(id)
             granule = self._failures.attempt(seat, partial(self._read, seat))
@@ -193,6 +195,7 @@ class EngineCore:
                 failed[id] = granule
             else:
                 read[id] = granule
+        prefill_s = time.perf_counter() - started_s
         for id, run in runs.items():
             if isinstance(run, Exception):
                 failed[id] = run
@@ -205,6 +208,7 @@ class EngineCore:
             advanced={id: granule for id, granule in read.items() if self.phases[id] == "prefill"},
             completed={id: granule for id, granule in read.items() if self.phases[id] != "prefill"},
             failed=failed,
+            prefill_s=prefill_s,
         )
 
     def run_alone(self, id: int, take: Take, pause: Callable[[], bool]) -> bool:

@@ -10,9 +10,11 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from pyggml_dflash.engine.commands import WAKE, Call, Command, IsCancelled, Park, Queued, Unpark, Wake
@@ -22,6 +24,7 @@ from pyggml_dflash.engine.handle import OWN_CALLBACK, RequestHandle, check_proce
 from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.errors import Cancelled, EngineClosed, EngineParked, QueueFullError, UsageError
+from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.requests import EngineStats, GenerationRequest, Progress, ProgressCallback, RequestState
 
 T = TypeVar("T")
@@ -31,12 +34,13 @@ Loader = Callable[[ProgressCallback, "Loaded | None"], Loaded]  # an engine that
 class EngineThread:
     """Loads a model on a thread of its own and serves it until closed."""
 
-    def __init__(self, queue_limit: int | None = None) -> None:
-        """`queue_limit`: most requests that may wait for a slot; None: any number."""
+    def __init__(self, options: EngineOptions) -> None:
+        """Of the options, those that say who waits for whom."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._queue_limit = queue_limit
+        self._queue_limit, self._prefill_share = options.queue_limit, options.prefill_share
+        self._coalesce_s = options.admission_coalesce_ms / 1000
         self._n_slots = 1
         self._n_live = 0  # requests that have a slot or wait for one
         self._n_submitted = 0
@@ -226,7 +230,9 @@ class EngineThread:
 
     def _serve(self, loader: Loader) -> None:
         assert self._loaded is not None
-        serving = self._serving = Serving(self._loaded, self._has_news, self._ended)
+        serving = self._serving = Serving(
+            self._loaded, self._has_news, self._ended, prefill_share=self._prefill_share
+        )
         try:
             while self._take_commands(serving):
                 if not serving.is_idle:
@@ -241,18 +247,32 @@ class EngineThread:
 
     def _take_commands(self, serving: Serving) -> bool:
         """Take what is queued, and wait for it where nothing is to be done; False when it is time to end."""
+        due_s: float | None = None if serving.is_idle else 0.0  # when the first of those that came begins
         while True:
+            if due_s is None and not serving.is_idle:
+                due_s = time.perf_counter() + self._coalesce_s
             try:
-                command = self._commands.get_nowait()
+                command = self._next_command(serving, due_s)
             except queue.Empty:
-                if self._changes or not serving.is_idle:
-                    return True
-                if not self._parked:
-                    self._core.release_scratch()  # before a wait that may be long
-                command = self._commands.get()
+                return True
             if command is None:
                 return False
+            if command is WAKE and due_s is not None:
+                due_s = 0.0  # who cancelled is not kept waiting
             self._take(serving, command)
+
+    def _next_command(self, serving: Serving, due_s: float | None) -> Command:
+        """The next command; `queue.Empty` once something is to be done that does not wait for more."""
+        if not self._commands.empty() or self._changes or (due_s is not None and not serving.has_room):
+            return self._commands.get_nowait()
+        if due_s is not None:
+            while (rest_s := due_s - time.perf_counter()) > 0:
+                with suppress(queue.Empty):
+                    return self._commands.get(timeout=rest_s)
+            return self._commands.get_nowait()
+        if not self._parked:
+            self._core.release_scratch()  # before a wait that may be long
+        return self._commands.get()
 
     def _take(self, serving: Serving, command: Queued | Call[Any] | Park | Unpark | Wake) -> None:
         if isinstance(command, Call):

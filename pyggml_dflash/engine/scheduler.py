@@ -2,7 +2,8 @@
 
 Knows requests only as things that wait, and slots only by their phases; no model and no clock. While
 nobody decodes, every prompt goes on in each step. While somebody does, one prompt goes on by one granule,
-so that an answer waits for one forward per token, and long prompts take turns.
+so that an answer waits for one forward per token, and long prompts take turns; a share of the time below 1
+makes prompts wait for more tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ R = TypeVar("R")
 class Scheduler(Generic[R]):
     """The queue in front of the slots, and the plan of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefill_share: float = 1.0) -> None:
+        """`prefill_share`: most of the time that prompts may take while somebody decodes."""
         self._waiting: deque[R] = deque()
+        self._share = prefill_share
+        self._owed_s = 0.0  # by prompts to those who decode, who pay it off by decoding
         self._last = -1  # the slot whose prompt went on last while others decoded
 
     @property
@@ -49,11 +53,28 @@ class Scheduler(Generic[R]):
             (gone if unwanted(request) else self._waiting).append(request)
         return gone
 
+    @property
+    def postpones(self) -> bool:
+        """True while prompts have had more than their share of the time of those who decode."""
+        return self._share == 0 or self._owed_s > 0
+
+    def spent(self, *, decode_s: float, prefill_s: float) -> None:
+        """Count what a step took in which somebody decoded.
+
+        Time in which no prompt goes on is not saved up for later ones.
+        """
+        change_s = (1 - self._share) * prefill_s - self._share * decode_s
+        self._owed_s = max(0.0, self._owed_s + change_s)
+
     def plan(self, phases: Sequence[Phase]) -> StepPlan:
         """The next step of slots in these phases."""
         decode = tuple(id for id, phase in enumerate(phases) if phase == "decode")
         reading = [id for id, phase in enumerate(phases) if phase == "prefill"]
-        if decode and reading:
+        if not decode:
+            self._owed_s = 0.0
+        elif self.postpones:
+            reading = []
+        elif reading:
             self._last = next((id for id in reading if id > self._last), reading[0])
             reading = [self._last]
         return StepPlan(decode=decode, prefill=tuple(reading))

@@ -6,6 +6,7 @@ callbacks, its sampler, its step.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -94,12 +95,16 @@ class Serving:
         loaded: Loaded,
         has_news: Callable[[], bool] = _no_news,
         on_end: Callable[[], None] = _nobody,
+        *,
+        prefill_share: float = 1.0,
     ) -> None:
         """`has_news`: whether a turn should end soon, as when something came or was cancelled; it is asked
-        after every step. `on_end` is called before an outcome is handed out."""
+        after every step. `on_end` is called before an outcome is handed out. `prefill_share`: most of the
+        time that prompts may take while others decode."""
         self._loaded, self._core = loaded, loaded.core
         self._has_news, self._on_end = has_news, on_end
-        self._scheduler: Scheduler[Waiting] = Scheduler()
+        self._scheduler: Scheduler[Waiting] = Scheduler(prefill_share)
+        self._counted_s = 0.0  # up to when the time of steps is counted
         self._seated: dict[int, Seated] = {}
         self._ended: Counter[str] = Counter()
 
@@ -152,16 +157,37 @@ class Serving:
             self._seat(first)
         return self._scheduler.n_waiting < n_waiting
 
-    def _step(self) -> None:
-        plan = self._scheduler.plan(self._core.phases)
-        if len(plan.decode) == 1 and not plan.prefill:
-            self._run_alone(plan.decode[0])
-        elif not plan.is_empty:
-            self._deliver(self._core.step(plan))
+    @property
+    def has_room(self) -> bool:
+        """True while a slot would be free after those who wait got theirs."""
+        return len(self._seated) + self._scheduler.n_waiting < self._core.n_slots
 
-    def _run_alone(self, id: int) -> None:
+    def _step(self) -> None:
+        phases = self._core.phases
+        plan = self._scheduler.plan(phases)
+        self._counted_s = time.perf_counter()
+        if len(plan.decode) == 1 and not plan.prefill:
+            self._run_alone(plan.decode[0], self._is_due if "prefill" in phases else self._has_news)
+            self._count()
+        elif not plan.is_empty:
+            report = self._core.step(plan)
+            if plan.decode:
+                self._count(report.prefill_s)
+            self._deliver(report)
+
+    def _count(self, prefill_s: float = 0.0) -> None:
+        """Tell the scheduler of the time that passed."""
+        before_s, self._counted_s = self._counted_s, time.perf_counter()
+        self._scheduler.spent(decode_s=self._counted_s - before_s - prefill_s, prefill_s=prefill_s)
+
+    def _is_due(self) -> bool:
+        """Whether a turn should end while a prompt waits for its share."""
+        self._count()
+        return not self._scheduler.postpones or self._has_news()
+
+    def _run_alone(self, id: int, pause: Callable[[], bool]) -> None:
         try:
-            is_enough = self._core.run_alone(id, self._seated[id].running.take, self._has_news)
+            is_enough = self._core.run_alone(id, self._seated[id].running.take, pause)
         except Exception as error:
             self._fail(id, error)
             return

@@ -81,6 +81,7 @@ class StepReport:
     advanced: Mapping[int, Granule] = field(default_factory=dict)  # more of the prompt remains
     completed: Mapping[int, Granule] = field(default_factory=dict)
     failed: Mapping[int, Exception] = field(default_factory=dict)  # to be retired
+    prefill_s: float = 0.0  # what the prompts' forwards took
 
 
 def check_plan(plan: StepPlan, phases: Sequence[Phase]) -> None:

@@ -216,6 +216,8 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         min_ctx=200,
         slots=2,
         queue_limit=7,
+        prefill_share=0.5,
+        admission_coalesce_ms=20,
         device="CPU",
         device_cap={"CPU": 64 * 2**20 + 1},
         device_reserve_mib=1,

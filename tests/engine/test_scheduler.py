@@ -61,6 +61,54 @@ def test_two_long_prompts_alternate_whoever_comes_and_goes() -> None:
     assert scheduler.plan(long).prefill == (2,)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.9])
+@given(data=st.data())
+def test_prompts_take_no_more_than_their_share_while_somebody_decodes(
+    share: float, data: st.DataObject
+) -> None:
+    """But for one granule, which may be the first."""
+    scheduler = Scheduler[int](share)
+    both: list[Phase] = ["decode", "prefill"]
+    costs = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 99)), max_size=60))
+    decode_s = prefill_s = most_s = 0.0
+    for decode, prefill in costs:
+        plan = scheduler.plan(both)
+        assert plan.decode == (0,)
+        assert bool(plan.prefill) != scheduler.postpones
+        taken = prefill if plan.prefill else 0
+        scheduler.spent(decode_s=decode, prefill_s=taken)
+        decode_s, prefill_s, most_s = decode_s + decode, prefill_s + taken, max(most_s, taken)
+        assert (1 - share) * (prefill_s - most_s) <= share * decode_s + 1e-6
+
+
+def test_who_pays_a_granule_off_waits_for_the_next_and_saves_nothing_up() -> None:
+    scheduler = Scheduler[int](0.5)
+    both: list[Phase] = ["decode", "prefill"]
+    for _ in range(50):  # nobody reads
+        scheduler.plan(["decode"])
+        scheduler.spent(decode_s=1, prefill_s=0)
+    found = []
+    for _ in range(12):
+        n = len(scheduler.plan(both).prefill)
+        scheduler.spent(decode_s=1, prefill_s=4 * n)
+        found.append(n)
+    assert found == [1, 0, 0, 0] * 3
+    assert scheduler.plan(both).prefill == (1,)
+    scheduler.spent(decode_s=1, prefill_s=400)
+    scheduler.plan(["decode", "free"])  # the prompt has left its debt behind
+    assert scheduler.plan(both).prefill == ()
+    assert scheduler.plan(["free", "prefill", "prefill"]).prefill == (1, 2)  # nobody is owed anything
+    assert scheduler.plan(both).prefill == (1,)
+
+
+def test_without_a_share_prompts_wait_until_nobody_decodes() -> None:
+    scheduler = Scheduler[int](0)
+    for _ in range(5):
+        assert scheduler.plan(["decode", "prefill"]) == StepPlan(decode=(0,))
+        scheduler.spent(decode_s=1, prefill_s=0)
+    assert scheduler.plan(["free", "prefill"]) == StepPlan(prefill=(1,))
+
+
 def test_an_empty_plan_is_for_slots_without_work() -> None:
     assert Scheduler[int]().plan(["free", "done"]) == StepPlan()
     assert Scheduler[int]().next() is None

@@ -26,6 +26,7 @@ from pyggml_dflash.engine.drafting import Backlog, Drafter
 from pyggml_dflash.engine.failures import Failures
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
+from pyggml_dflash.engine.regain import begin_again, regain
 from pyggml_dflash.engine.reuse import Reuse
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.seat import Seat
@@ -184,21 +185,28 @@ class EngineCore:
         decoded: dict[int, Sequence[Chosen]] = {}
         read: dict[int, Granule] = {}
         failed: dict[int, Exception] = {}
+        regaining: set[int] = set()
         runs = decode_step(
             self._forwards, self._backlog, self._failures, [self.seat(id) for id in plan.decode]
         )
         started_s = time.perf_counter()
         for id in plan.prefill:
             seat = self.seat(id)
-            granule = self._failures.attempt(seat, partial(self._read, seat))
+            work = self._regain if seat.regains else self._read
+            granule = self._failures.attempt(seat, partial(work, seat))
             if isinstance(granule, Exception):
                 failed[id] = granule
+            elif granule is None:
+                regaining.add(id)
             else:
                 read[id] = granule
         prefill_s = time.perf_counter() - started_s
         for id, run in runs.items():
             if isinstance(run, Exception):
                 failed[id] = run
+            elif not run:
+                self._lose(self.seat(id))
+                regaining.add(id)
             else:
                 decoded[id] = run
         for id in failed:
@@ -208,6 +216,7 @@ class EngineCore:
             advanced={id: granule for id, granule in read.items() if self.phases[id] == "prefill"},
             completed={id: granule for id, granule in read.items() if self.phases[id] != "prefill"},
             failed=failed,
+            regaining=frozenset(regaining),
             prefill_s=prefill_s,
         )
 
@@ -246,6 +255,17 @@ class EngineCore:
         seat.n_read = end  # now that nothing can fail any more
         self._store(seat, is_over=False)
         return Granule(n_past=end, first=first, rows=rows)
+
+    def _lose(self, seat: Seat) -> None:
+        """Have a sequence begin again whose state is lost."""
+        begin_again(seat, self.reuse, self._rows_of(seat.admission))
+        self.trims.begin(seat.slot.n_past, len(seat.admission.tokens), slot=seat.slot.id)
+
+    def _regain(self, seat: Seat) -> None:
+        def run_prompt(tokens: Sequence[int], output: OutputKind) -> None:
+            self._run_prompt(seat.slot, tokens, output, ahead=(), drafting=False)
+
+        regain(self._forwards, seat, run_prompt)
 
     def _store(self, seat: Seat, *, is_over: bool) -> None:
         """Store the state of a prompt where that is worth it; an answer never fails for it."""

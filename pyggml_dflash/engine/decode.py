@@ -24,13 +24,16 @@ def decode_step(
     """The next tokens of every sequence, by its slot: of one alone as many as drafts give it, else one each.
 
     As few forwards as rows may share; each is committed before the next, so that one that fails leaves the
-    sequences of the others as they should be.
+    sequences of the others as they should be. Those whose last step failed share none. An empty run is that
+    of a sequence whose state was lost through another.
     """
     if len(seats) == 1:
         (seat,) = seats
         return {seat.slot.id: failures.attempt(seat, partial(_decode_run, forwards, backlog, seat))}
-    found: dict[int, Run | Exception] = {}
-    for group in _groups(seats, forwards.batching.rows):
+    apart = [seat for seat in seats if seat.failed_at == seat.slot.n_past]
+    found = _decode_alone(forwards, backlog, failures, apart)
+    together = [seat for seat in seats if seat not in apart]
+    for group in _groups(together, forwards.batching.rows):
         found |= _decode_group(forwards, backlog, failures, group)
     return found
 
@@ -51,10 +54,11 @@ def _decode_group(
             rows = _decode_rows(forwards, backlog, seats)
         except Exception as error:
             failures.note(error, *seats)
-            again = {seat.slot.id: failures.may_repeat(seat, error) for seat in seats}
-            alone = [seat for seat in seats if again[seat.slot.id]]
-            ended: dict[int, Run | Exception] = {id: error for id, may in again.items() if not may}
-            return ended | _decode_alone(forwards, backlog, failures, alone)
+            may_go_on = {seat.slot.id: failures.may_regain(seat, error) for seat in seats}
+            whole = [seat for seat in seats if may_go_on[seat.slot.id] and seat.is_whole]
+            rest = [seat.slot.id for seat in seats if seat not in whole]
+            stopped: dict[int, Run | Exception] = {id: () if may_go_on[id] else error for id in rest}
+            return stopped | _decode_alone(forwards, backlog, failures, whole)
         return {seat.slot.id: _chosen(seat, row) for seat, row in zip(seats, rows, strict=True)}
     return _decode_alone(forwards, backlog, failures, seats)
 
@@ -132,7 +136,7 @@ def _run_drafted(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bo
 
 def _run_plain(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool:
     """The loop that most tokens come from; little Python is cheaper."""
-    decode, slot, sampler = forwards.decode, seat.slot, seat.sampler
+    decode, slot, sampler, note = forwards.decode, seat.slot, seat.sampler, seat.answer.append
     pick, accept = sampler.pick if sampler.needs_logits else best, sampler.accept
     token = seat.anchor
     while True:
@@ -140,6 +144,7 @@ def _run_plain(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool
         slot.commit(1)
         token = pick(logits)
         accept(token)
+        note(token)
         seat.anchor = token
         seat.n_left -= 1
         if take(token, logits):

@@ -18,8 +18,8 @@ class Failures:
     """Counts steps that failed, and says which may be repeated.
 
     A step is repeated for its slot alone, once, and only where it had changed nothing, so that one sequence
-    that cannot go on takes no others with it. It may have been the drafter's fault, so the sequence goes on
-    without it.
+    that cannot go on takes no others with it. Where a forward of several may have changed their states, each
+    gets its own again first. It may have been the drafter's fault, so a sequence goes on without it.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,14 @@ class Failures:
 
     def may_repeat(self, seat: Seat, error: Exception) -> bool:
         """Whether the step may be tried once more; it then has no drafts."""
+        return self.may_regain(seat, error) and seat.is_whole
+
+    def may_regain(self, seat: Seat, error: Exception) -> bool:
+        """Whether the step may be tried once more in a state that is good; it then has no drafts."""
         if seat.drafts:
             seat.put_drafts_aside(f"drafting was put aside: {error}")
         n_past, in_prompt = seat.slot.n_past, seat.phase == "prefill"
         # the allocation of a prompt's graph was repeated already, after scratch was given back
         is_last = seat.failed_at == n_past or (in_prompt and isinstance(error, DeviceMemoryError))
         seat.failed_at = n_past
-        return seat.is_whole and not is_last
+        return not is_last

@@ -32,6 +32,8 @@ class Seat:
     prompt: Continued | None = None  # what became of it with stored states; None: they were not looked at
     speculation: Speculation | None = None  # once its prompt is complete, if it drafts or did
     failed_at: int = -1  # `n_past` of the last step that failed
+    answer: list[int] = field(default_factory=list)  # tokens chosen so far, the anchor last
+    regains: bool = False  # its state was lost: what led to it runs again, as if it were a prompt
     _runs: Generator[list[Chosen], None, None] | None = None
 
     def __post_init__(self) -> None:
@@ -51,10 +53,13 @@ class Seat:
     @property
     def is_whole(self) -> bool:
         """True if the slot is as the last good step left it, so that the next may be tried again."""
-        n_past = self.n_read
-        if self.phase == "decode":
-            n_past = len(self.admission.tokens) + self.admission.limit - self.n_left - 1
+        n_past = self.n_before_anchor if self.phase == "decode" else self.n_read
         return not self.slot.torn and self.slot.n_past == n_past
+
+    @property
+    def n_before_anchor(self) -> int:
+        """Tokens of prompt and answer that a state has from which the answer goes on."""
+        return len(self.admission.tokens) + len(self.answer) - 1
 
     def end_behind(self, n_past: int) -> int:
         """Where the forward that begins at `n_past` ends; `n_past` itself at the end of the prompt."""
@@ -71,8 +76,7 @@ class Seat:
         else:
             self.pause()
             chosen = self.speculation.beside(logits)
-        self.anchor = chosen.token
-        self.n_left -= 1
+        self._note(chosen)
         return chosen
 
     def begin_answer(self, logits: Logits) -> Chosen:
@@ -80,9 +84,9 @@ class Seat:
         sampler = self.sampler
         token = sampler.pick(logits)
         sampler.accept(token)
-        self.phase, self.anchor = "decode", token
-        self.n_left -= 1
-        return Chosen(token, logits)
+        self.phase, chosen = "decode", Chosen(token, logits)
+        self._note(chosen)
+        return chosen
 
     def next_run(self, n_ctx: int) -> list[Chosen]:
         """The tokens of one step of its own, drafted or not."""
@@ -90,9 +94,18 @@ class Seat:
         if self._runs is None:
             self._runs = self.speculation.runs(self.slot, self.anchor, n_ctx, limit=self.n_left)
         run = next(self._runs)
+        self._note(*run)
+        return run
+
+    def _note(self, *run: Chosen) -> None:
+        self.answer += [chosen.token for chosen in run]
         self.anchor = run[-1].token
         self.n_left -= len(run)
-        return run
+
+    def lose(self) -> None:
+        """Its state is lost, and the slot empty: it goes back to the beginning of its prompt."""
+        self.pause()
+        self.phase, self.regains, self.n_read = "prefill", True, 0
 
     def put_drafts_aside(self, reason: str) -> None:
         """Go on without the drafter, which may follow another sequence."""

@@ -81,6 +81,7 @@ class StepReport:
     advanced: Mapping[int, Granule] = field(default_factory=dict)  # more of the prompt remains
     completed: Mapping[int, Granule] = field(default_factory=dict)
     failed: Mapping[int, Exception] = field(default_factory=dict)  # to be retired
+    regaining: frozenset[int] = frozenset()  # a step failed that they shared; they run again what they had
     prefill_s: float = 0.0  # what the prompts' forwards took
 
 

@@ -139,7 +139,7 @@ def named(report: StepReport) -> list[int]:
         report.completed,
         report.failed,
     )
-    return sorted(id for part in parts for id in part)
+    return sorted((*(id for part in parts for id in part), *report.regaining))
 
 
 class StepContract:

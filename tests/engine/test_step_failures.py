@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,12 +21,13 @@ from pyggml_dflash.state.slot import Slot
 from tests.engine.served import Reader, answered
 from tests.engine.tiny import QWEN35, prompt
 
+T = TypeVar("T")
 CHUNK = 16
 LENGTHS = (5, 40, 20)
 
 
 class Failing:
-    """Forwards of which some fail, before they change anything unless told otherwise."""
+    """Forwards of which some fail, before they change anything or, if told so, behind that."""
 
     def __init__(self, forwards: Forwards, *, tears: bool = False) -> None:
         self._forwards, self._tears = forwards, tears
@@ -36,29 +37,27 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forwards, name)
 
-    def _check(self, kind: str, *slots: Slot) -> None:
+    def _run(self, kind: str, slots: Sequence[Slot], forward: Callable[[], T]) -> T:
         failing = [slot for slot in slots if self.fails(kind, slot)]
         if failing:
             self.n_failures += 1
-            for slot in slots:
-                slot.torn = self._tears
+            if self._tears:
+                forward()
+                assert all(slot.torn for slot in slots)
             raise BackendError(f"a {kind} fails on purpose")
+        return forward()
 
     def decode(self, slot: Slot, token: int, **more: Any) -> Logits:
-        self._check("decode", slot)
-        return self._forwards.decode(slot, token, **more)
+        return self._run("decode", [slot], lambda: self._forwards.decode(slot, token, **more))
 
     def decode_batch(self, slots: Sequence[Slot], tokens: Sequence[int], **more: Any) -> Logits:
-        self._check("decode", *slots)
-        return self._forwards.decode_batch(slots, tokens, **more)
+        return self._run("decode", slots, lambda: self._forwards.decode_batch(slots, tokens, **more))
 
     def prefill(self, slot: Slot, tokens: Sequence[int], output: OutputKind, **more: Any) -> Logits | None:
-        self._check("prefill", slot)
-        return self._forwards.prefill(slot, tokens, output, **more)
+        return self._run("prefill", [slot], lambda: self._forwards.prefill(slot, tokens, output, **more))
 
     def verify(self, slot: Slot, tokens: Sequence[int]) -> Logits:
-        self._check("verify", slot)
-        return self._forwards.verify(slot, tokens)
+        return self._run("verify", [slot], lambda: self._forwards.verify(slot, tokens))
 
 
 @contextmanager
@@ -151,27 +150,88 @@ def test_one_that_always_fails_takes_nobody_with_it(loaded: Loaded, kind: str, p
     assert [reader.result().tokens for reader in again] == alone
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_a_forward_that_may_have_changed_the_state_is_not_tried_again(loaded: Loaded, kind: str) -> None:
-    """It ends those that were in it: a prompt alone, and every answer that decodes at the time."""
+def test_a_prompts_forward_that_may_have_changed_the_state_is_not_tried_again(loaded: Loaded) -> None:
     alone = [answered(loaded, request).tokens for request in requests()]
     forwards, n = failing(loaded, tears=True), 0
 
     def fails(what: str, slot: Slot) -> bool:
         nonlocal n
-        n += what == kind and slot.id == 1
-        return what == kind and slot.id == 1 and n == 2
+        n += what == "prefill" and slot.id == 1
+        return what == "prefill" and slot.id == 1 and n == 2
 
     forwards.fails = fails
     readers = [Reader(request) for request in requests()]
     served(loaded, readers)
-    for i in (1,) if kind == "prefill" else (0, 1, 2):
-        with pytest.raises(BackendError, match="on purpose"):
-            readers[i].result()
-    if kind == "prefill":
-        assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
+    with pytest.raises(BackendError, match="on purpose"):
+        readers[1].result()
+    assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
     assert forwards.n_failures == 1
     assert answered(loaded, requests()[1]).tokens == alone[1]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 7])
+@pytest.mark.parametrize("limit", [0, 64])
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_a_state_that_was_lost_in_a_shared_forward_is_had_again(spec: Any, limit: int, nth: int) -> None:
+    """From the prompt or a stored state of it, and by decoding the answer again."""
+    more = [(25, {"temperature": 0.9, "seed": 4}), (150, {"repetition_penalty": 1.3})]
+    asked = [replace(request, max_tokens=40) for request in requests()[:1]]
+    for n_prompt, sampling in more:
+        options = SamplingOptions(**sampling)  # type: ignore[arg-type]
+        asked.append(replace(asked[0], tokens=tuple(prompt(n_prompt)), sampling=options))
+    with opened(spec=spec, spec_width="auto" if spec == "off" else 3, prefix_cache_max_mib=limit) as loaded:
+        alone = [answered(loaded, request) for request in asked]
+        forwards, n = failing(loaded, tears=True), 0
+
+        def fails(what: str, slot: Slot) -> bool:
+            nonlocal n
+            n += what == "decode" and slot.id == 2
+            return what == "decode" and slot.id == 2 and n == nth
+
+        forwards.fails = fails
+        readers = [Reader(request) for request in asked]
+        serving = served(loaded, readers)
+        assert forwards.n_failures == 1
+        found = [reader.result() for reader in readers]
+        assert [(r.tokens, r.text) for r in found] == [(r.tokens, r.text) for r in alone]
+        assert serving.stats().requests == RequestCounts(done=3)
+        assert loaded.core.phases == ("free",) * 3
+
+
+@pytest.mark.parametrize("poisoned", [0, 1, 2])
+def test_one_that_always_loses_every_state_takes_nobody_with_it(loaded: Loaded, poisoned: int) -> None:
+    alone = [answered(loaded, request).tokens for request in requests()]
+    forwards = failing(loaded, tears=True)
+    forwards.fails = lambda what, slot: slot.id == poisoned and what in ("decode", "verify")
+    readers = [Reader(request) for request in requests()]
+    serving = served(loaded, readers)
+    for i, reader in enumerate(readers):
+        if i == poisoned:
+            with pytest.raises(BackendError, match="fails on purpose"):
+                reader.result()
+        else:
+            assert reader.result().tokens == alone[i]
+    assert serving.stats().requests == RequestCounts(done=2, failed=1)
+
+
+def test_who_leaves_while_a_state_is_had_again_frees_the_slot(loaded: Loaded) -> None:
+    alone = [answered(loaded, request).tokens for request in requests()]
+    forwards = failing(loaded, tears=True)
+    readers = [Reader(request) for request in requests()]
+    serving = Serving(loaded, lambda: True)
+    for reader in readers:
+        serving.add(reader)
+    while "prefill" in loaded.core.phases or "free" in loaded.core.phases:
+        serving.turn()
+    forwards.fails = lambda what, slot: slot.id == 1
+    serving.turn()
+    assert loaded.core.phases == ("prefill",) * 3
+    forwards.fails = lambda what, slot: False
+    readers[1].cancel()
+    while not serving.is_idle:
+        serving.turn()
+    assert readers[1].result().finish_reason == "cancelled"
+    assert [readers[i].result().tokens for i in (0, 2)] == [alone[0], alone[2]]
 
 
 def test_one_that_runs_alone_is_tried_again_too(loaded: Loaded) -> None:
@@ -252,8 +312,8 @@ def test_a_request_that_cannot_begin_is_told_and_frees_its_place(loaded: Loaded)
     assert serving.stats().requests == RequestCounts(done=3, failed=1)
 
 
-def test_a_shared_forward_that_breaks_off_takes_only_those_that_shared_it() -> None:
-    """Nine slots decode in three forwards; the state of those in the other two is good."""
+def test_only_those_who_share_a_forward_lose_their_states_in_it() -> None:
+    """Nine slots decode in three forwards; the states of those in the other two are good."""
     with opened(slots=9, chunk=64, max_ctx=256, spec="off", prefix_cache_max_mib=0) as loaded:
         own = loaded.core._forwards
         own.use(replace(own.batching, rows=4))
@@ -268,10 +328,15 @@ def test_a_shared_forward_that_breaks_off_takes_only_those_that_shared_it() -> N
 
         forwards.fails = fails
         readers = [Reader(request) for request in many]
-        served(loaded, readers)
-        failed = [i for i, reader in enumerate(readers) if isinstance(reader.outcome, BackendError)]
-        assert failed == [6, 7, 8]
-        assert [reader.result().tokens for reader in readers[:6]] == alone[:6]
+        serving = Serving(loaded, lambda: True)
+        for reader in readers:
+            serving.add(reader)
+        while not forwards.n_failures:
+            serving.turn()
+        assert loaded.core.phases == ("decode",) * 6 + ("prefill",) * 3
+        while not serving.is_idle:
+            serving.turn()
+        assert [reader.result().tokens for reader in readers] == alone
 
 
 @pytest.mark.parametrize("name", ["begin", "after_forward", "leave"])

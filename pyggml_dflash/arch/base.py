@@ -108,6 +108,9 @@ class Step:
     [n_tokens] (rows of the record that captures write, None where nothing is captured);
     `tokens` I32 [n_tokens], or `embeddings` F32 [n_embd, n_tokens] where the table is elsewhere.
 
+    Rows with `tile_masks` attend as `arch.tiled` says; masks made for that are kept there, by how many heads
+    share keys.
+
     Where rows attend on their own, `parts` are their steps, each with cache rows, mask and inputs as if it
     were alone. In a batch, where they are of several slots, `slots` I32 [n_tokens] tells which.
     """
@@ -126,6 +129,7 @@ class Step:
     log: Tensor | None = None
     parts: tuple[Step, ...] = ()
     slots: Tensor | None = None
+    tile_masks: dict[int, Tensor] | None = None
 
     def show(self, name: str, x: Tensor) -> None:
         """Offer `x` to whoever looks inside."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pyggml_dflash.arch.base import State, Step
+from pyggml_dflash.arch.tiled import attend_in_tiles, joined_heads, repeated_mask
 from pyggml_dflash.ggml.ops import GraphBuilder, RopeParams
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig, MoeConfig, RopeConfig
@@ -162,6 +163,9 @@ def _attend(
     head_dim, n_head, n_tokens, _ = q.shape
     q = g.permute(q, 0, 2, 1, 3)  # [head_dim, M, head]
     keys = cache.keys(g, step)
+    if step.tile_masks is not None and joined_heads(n_tokens, n_head // cache.n_head_kv):
+        repeated = repeated_mask(g, step, mask, n_head // cache.n_head_kv)
+        return attend_in_tiles(g, q, keys, cache.values(g, step), repeated, scale)
     if step.flash_attn:
         out = g.flash_attn(q, keys, cache.values(g, step), mask, scale, max_visible)
         return g.reshape(out, head_dim * n_head, n_tokens)

@@ -174,6 +174,7 @@ class Blueprint:
             self.flash_attn,
             plain_kv(self.options, self.backend),
             stream_rows=self.streaming.rows,
+            tiles=has_tiles(self.options, self.backend),
         )
 
     def load_weights(self, ledger: Ledger, progress: LoadProgress | None = None) -> LoadedWeights:
@@ -341,6 +342,12 @@ def plain_kv(options: EngineOptions, backend: Backend) -> range:
     """Cache rows over which decode and verify go without flash attention where the choice is ours."""
     floats = all(t in ("f32", "f16", "bf16") for t in (options.cache_type_k, options.cache_type_v))
     return CPU_PLAIN_KV if options.flash_attn == "auto" and backend.is_host and floats else range(0)
+
+
+def has_tiles(options: EngineOptions, backend: Backend) -> bool:
+    """Whether flash attention reads such caches in tiles of rows, row by row where these are too few."""
+    only_cpu = backend.is_host and len(backend.all) == 1
+    return only_cpu and options.cache_type_k == options.cache_type_v in ("f32", "f16")
 
 
 @dataclass(frozen=True, slots=True)

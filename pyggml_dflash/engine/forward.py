@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from pyggml_dflash.arch.base import Architecture, Capture, GraphKey, StateTensor, StateUpdate, Step, Tap
+from pyggml_dflash.arch.tiled import TILE_ROWS, mask_rows
 from pyggml_dflash.engine.inputs import Inputs
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
@@ -15,6 +17,8 @@ from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights
+
+TILED_NODES: Final = 8  # that attention in whole tiles has beyond those of attention, in a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,24 @@ class Model:
     plain_kv: range = range(0)  # cache rows over which decode and verify attend without flash attention
     paddings: Paddings = NO_PADDING  # of products with its weights
     stream_rows: int = 0  # fewest rows for which experts are copied to the target; 0: never
+    tiles: bool = False  # flash attention has tiles for its caches, which few rows do not fill
 
     def uses_flash(self, key: GraphKey) -> bool:
         """Whether a forward of this key uses flash attention; the same for decode and verify."""
-        is_prompt = key.n_tokens > 1 and key.update == "commit"
-        return self.flash_attn and (is_prompt or key.n_kv not in self.plain_kv)
+        return self.flash_attn and (_is_prompt(key) or key.n_kv not in self.plain_kv)
+
+    def in_tiles(self, key: GraphKey) -> bool:
+        """Whether rows of such a forward fill tiles of flash attention together, where that is faster."""
+        return self.tiles and self.flash_attn and _is_prompt(key) and key.n_tokens < TILE_ROWS
+
+    def mask_rows(self, n_tokens: int) -> int:
+        """Rows of the mask of a prompt forward of `n_tokens` rows."""
+        n_sharing = self.config.n_head // self.config.n_head_kv
+        return mask_rows(n_tokens, n_sharing) if self.tiles and self.flash_attn else n_tokens
+
+
+def _is_prompt(key: GraphKey) -> bool:
+    return key.n_tokens > 1 and key.update == "commit" and not key.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +86,13 @@ def build_forward(
 ) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
     """A forward as a graph without memory, and what to read from it: the logits, if the key asks."""
     capture = recording.capture if recording is not None and key.capture else None
-    flash_attn = model.uses_flash(key)
+    flash_attn, tiled = model.uses_flash(key), model.in_tiles(key)
     return build_graph(
         backend,
         model,
         state,
         key,
-        lambda g: inputs.step(g, key, flash_attn, tap, record, capture),
+        lambda g: inputs.step(g, key, flash_attn, tap, record, capture, tiled=tiled),
     )
 
 
@@ -90,6 +107,7 @@ def build_graph(
     max_nodes = model.architecture.max_nodes(model.config, len(key.parts)) + 64
     max_nodes += max_nodes // model.config.n_layer  # the end of the last layer may be there twice
     max_nodes += max_nodes // 2 if model.paddings else 0
+    max_nodes += TILED_NODES * model.config.n_layer if model.in_tiles(key) else 0
     builder = builder_for(backend, max_nodes, model.paddings, stream_rows=model.stream_rows)
     try:
         logits = model.architecture.build(builder, model.config, model.weights, state, step(builder))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pyggml_dflash.arch.base import Commit, GraphKey
+from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS
 from pyggml_dflash.engine.inputs import BUCKET, bucketed
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
@@ -92,12 +93,22 @@ class _Needs:
         return probe.largest((key, self._builder(key)) for key in graphs)
 
     def _chunks(self) -> set[int]:
-        """Rows of the chunks at the end of the context that may take most: a tail, the most in each form, and
-        the most whose experts compute where they lie."""
+        """Rows of the chunks at the end of the context that may take most: a tail, the most in each form,
+        those with large masks, and the most whose experts compute where they lie."""
         form, n_ctx, chunk = self._forwards.form, self._n_ctx, self._forwards.chunk
         most = last_of_each_run(lambda n: form(n_ctx - n, n, n_ctx), 1, chunk + 1)
         streamed = self._forwards.model.stream_rows
-        return {min(chunk, SHORT_TAIL), *most, *([min(chunk, streamed - 1)] if streamed else ())}
+        streams = [min(chunk, streamed - 1)] if streamed else []
+        return {min(chunk, SHORT_TAIL), *most, *streams, *self._with_large_masks()}
+
+    def _with_large_masks(self) -> list[int]:
+        """Rows of tails whose masks have more rows than those of longer ones, which take more otherwise."""
+        found, largest, rows = list[int](), 0, self._forwards.model.mask_rows
+        for n in range(min(self._forwards.chunk, TILE_ROWS), 1, -1):
+            if rows(n) > max(n, largest):
+                found.append(n)
+            largest = max(largest, rows(n))
+        return found
 
     def _furthest(self, n_tokens: int, depths: Sequence[int]) -> list[tuple[int, str]]:
         """Cache rows and form of the furthest forwards of so many rows, up to each depth and in each form.

@@ -377,7 +377,8 @@ class Forwards:
             if isinstance(inputs, BatchInputs):
                 whole, own = inputs.step(g, key), [self._ones[part.slot] for part in key.parts]
             else:
-                whole = inputs.step(g, key, model.uses_flash(key), None, self.record, capture)
+                flash, tiled = model.uses_flash(key), model.in_tiles(key)
+                whole = inputs.step(g, key, flash, None, self.record, capture, tiled=tiled)
                 own = list(self._apart[: len(key.parts)])
             flash_attn = [model.uses_flash(part) for part in key.parts]
             return with_parts(g, whole, own, flash_attn, self.record, capture) if own else whole

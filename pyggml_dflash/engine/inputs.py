@@ -113,8 +113,10 @@ class Inputs:
         tap: Tap | None,
         record: Record | None = None,
         capture: Capture | None = None,
+        *,
+        tiled: bool = False,
     ) -> Step:
-        """The input tensors as a graph of this key sees them."""
+        """The input tensors as a graph of this key sees them; `tiled`: rows attend as `arch.tiled` says."""
         n, x = key.n_tokens, self.x.tensor
         row = 4 * self._n_embd
         return Step(
@@ -130,6 +132,7 @@ class Inputs:
             record=record,
             capture=capture,
             log=None if capture is None else g.view(self.log.tensor, (n,), (), 0),
+            tile_masks={} if tiled else None,
         )
 
     def fill(self, x: npt.ArrayLike, n: int, slot: int, n_past: int, n_ctx: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from pyggml_dflash.engine.assembly import Blueprint, plain_kv
+from pyggml_dflash.engine.assembly import Blueprint, has_tiles, plain_kv
 from pyggml_dflash.engine.reuse import Reuse, StoreLimits
 from pyggml_dflash.ggml.device import backend_features, ggml_version
 from pyggml_dflash.ggml.ledger import Ledger
@@ -68,6 +68,7 @@ def _fingerprint(blueprint: Blueprint, slots: SlotTable, rows: int, paddings: Pa
         "threads": backend.n_threads,
         "flash_attn": blueprint.flash_attn,
         "plain_kv": plain_kv(blueprint.options, backend),
+        "tiles": has_tiles(blueprint.options, backend),
         "rows": rows,
         "stream_rows": blueprint.streaming.rows,
         "paddings": [*sorted(map(repr, paddings.kinds.items())), paddings.others],  # of short forwards

@@ -324,6 +324,10 @@ class GraphBuilder:
         """`n` rows of zeros in front of x [width, rows]."""
         return self._new(lib.ggml_pad_ext(self._c, x.ptr, 0, 0, n, 0, 0, 0, 0, 0))
 
+    def pad_rows_behind(self, x: Tensor, n: int) -> Tensor:
+        """`n` rows of zeros behind the rows of each matrix of x [width, rows, matrix]."""
+        return x if n == 0 else self._new(lib.ggml_pad(self._c, x.ptr, 0, n, 0, 0))
+
     def permute(self, x: Tensor, a: int, b: int, c: int, d: int) -> Tensor:
         """Dimension 0 becomes dimension `a`, 1 becomes `b`, and so on; no copy."""
         return self._new(lib.ggml_permute(self._c, x.ptr, a, b, c, d))

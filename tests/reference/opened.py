@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyggml_dflash.arch import architecture_of
-from pyggml_dflash.engine.assembly import settle
+from pyggml_dflash.engine.assembly import has_tiles, settle
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.graphs import Forwards, Model
 from pyggml_dflash.engine.loader import load
@@ -117,7 +117,8 @@ def assembled(options: EngineOptions, *, n_slots: int = 1) -> Iterator[Parts]:
         stack.callback(weights.close)
         slots = SlotTable(backend, ledger, settings.layout, n_slots)
         stack.callback(slots.close)
-        model = Model(architecture, config, weights, options.flash_attn != "off")
+        tiles = has_tiles(options, backend)
+        model = Model(architecture, config, weights, options.flash_attn != "off", tiles=tiles)
         forwards = Forwards(backend, ledger, model, slots, chunk=settings.chunk, host=None)
         stack.callback(forwards.close)
         yield Parts(backend, ledger, model, slots, forwards)

@@ -222,6 +222,8 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     weights = g.div(weights, g.clamp(g.sum_rows(weights), MIN_EXPERT_SUM, float("inf")))
     if moe.weight_scale not in (0.0, 1.0):
         weights = g.scale(weights, moe.weight_scale)
+    if g.pins is not None:
+        g.expand(weights)  # before the other device begins, so that it is asked once
 
     if n_tokens <= HOT_ROWS and w.get("hot.index") is not None:
         total = _hot_and_cold(g, w, x, chosen, weights, moe)

@@ -117,7 +117,7 @@ def test_a_context_that_the_second_device_has_no_room_for_is_refused_with_its_na
 # keys and values on another device
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen35moe", "qwen4exp"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen35moe", pytest.param("qwen4exp", marks=pytest.mark.slow)])
 def test_keys_and_values_elsewhere_raise_the_context_and_leave_the_text(
     worker: Worker, tmp_path: Path, model: str
 ) -> None:

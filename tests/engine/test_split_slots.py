@@ -69,7 +69,7 @@ def texts(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
     return [result.tokens for result in results]
 
 
-@pytest.mark.parametrize("placement", ["experts", "three devices"])
+@pytest.mark.parametrize("placement", ["experts", pytest.param("three devices", marks=pytest.mark.slow)])
 def test_four_slots_over_several_devices_answer_as_one_slot_on_one(
     model: Path, alone: list[GenerationResult], pair: tuple[Worker, ...], placement: str
 ) -> None:
@@ -198,6 +198,7 @@ def test_cuts_that_depend_on_what_is_stored_change_answers_and_ours_do_not(
     assert after.capture_skips == {"no room within the limits": N_SLOTS}
 
 
+@pytest.mark.slow
 def test_in_system_memory_all_states_are_stored(
     touchy: Path, pair: tuple[Worker, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,13 @@ DEVICES: Final = (
         help="How a prompt's rows go from device to device; f16 is half the bytes, and rounds.",
     ),
     click.option(
+        "--prompt-streams",
+        type=NumberOrAuto("streams", "number of streams", 2),
+        default="auto",
+        show_default=True,
+        help="Forwards of a chunk of 1024 rows or more, 1 or 2; two take turns on several devices.",
+    ),
+    click.option(
         "--kv-overflow-device",
         help="Device for keys and values of layers that the first one has no room for.",
     ),

@@ -18,6 +18,7 @@ from pyggml_dflash.engine.forward import Model, Recording, build_forward
 from pyggml_dflash.engine.graph_cache import Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
+from pyggml_dflash.engine.prompt_streams import choose_streams
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
 from pyggml_dflash.engine.split import (
     choose_copies,
@@ -382,6 +383,7 @@ def assemble(
         recording=b.recording,
         relieve=relieve,
         home=b.home,
+        streams=choose_streams(b.options, b.split, b.streaming.rows),
     )
     stack.callback(forwards.close)
     if b.speculation is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,7 @@ from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights
 
+MakeStep = Callable[[GraphBuilder], Step]
 TILED_NODES: Final = 8  # that attention in whole tiles has beyond those of attention, in a layer
 
 
@@ -91,8 +92,7 @@ def build_forward(
         backend,
         model,
         state,
-        key,
-        lambda g: inputs.step(g, key, flash_attn, tap, record, capture, tiled=tiled),
+        [(key, lambda g: inputs.step(g, key, flash_attn, tap, record, capture, tiled=tiled))],
     )
 
 
@@ -100,20 +100,23 @@ def build_graph(
     backend: Backend,
     model: Model,
     state: dict[str, Tensor],
-    key: GraphKey,
-    step: Callable[[GraphBuilder], Step],
+    forwards: Sequence[tuple[GraphKey, MakeStep]],
 ) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
-    """As `build_forward`, with inputs that `step` makes."""
-    max_nodes = model.architecture.max_nodes(model.config, len(key.parts)) + 64
+    """As `build_forward`, one behind the other in one graph, with inputs that are made for each."""
+    max_nodes = sum(model.architecture.max_nodes(model.config, len(key.parts)) + 64 for key, _ in forwards)
     max_nodes += max_nodes // model.config.n_layer  # the end of the last layer may be there twice
     max_nodes += max_nodes // 2 if model.paddings else 0
-    max_nodes += TILED_NODES * model.config.n_layer if model.in_tiles(key) else 0
+    max_nodes += sum(TILED_NODES * model.config.n_layer for key, _ in forwards if model.in_tiles(key))
     builder = builder_for(backend, max_nodes, model.paddings, stream_rows=model.stream_rows)
+    outputs: list[Tensor] = []
     try:
-        logits = model.architecture.build(builder, model.config, model.weights, state, step(builder))
-        if logits is None:
-            return builder, ()
-        return builder, (builder.output(logits),)
+        for i, (_, step) in enumerate(forwards):
+            if i:
+                builder.begin_forward()
+            logits = model.architecture.build(builder, model.config, model.weights, state, step(builder))
+            if logits is not None:
+                outputs.append(builder.output(logits))
+        return builder, tuple(outputs)
     except BaseException:
         builder.close()
         raise

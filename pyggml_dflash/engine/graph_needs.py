@@ -14,6 +14,7 @@ from pyggml_dflash.arch.base import Commit, GraphKey
 from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS
 from pyggml_dflash.engine.inputs import BUCKET, bucketed
+from pyggml_dflash.engine.prompt_streams import MIN_ROWS
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 
 if TYPE_CHECKING:
@@ -97,9 +98,12 @@ class _Needs:
         those with large masks, and the most whose experts compute where they lie."""
         form, n_ctx, chunk = self._forwards.form, self._n_ctx, self._forwards.chunk
         most = last_of_each_run(lambda n: form(n_ctx - n, n, n_ctx), 1, chunk + 1)
-        streamed = self._forwards.model.stream_rows
-        streams = [min(chunk, streamed - 1)] if streamed else []
-        return {min(chunk, SHORT_TAIL), *most, *streams, *self._with_large_masks()}
+        found = {min(chunk, SHORT_TAIL), *most, *self._with_large_masks()}
+        if streamed := self._forwards.model.stream_rows:
+            found.add(min(chunk, streamed - 1))
+        if self._forwards.streams.n > 1:
+            found.add(min(chunk, MIN_ROWS - 1))
+        return found
 
     def _with_large_masks(self) -> list[int]:
         """Rows of tails whose masks have more rows than those of longer ones, which take more otherwise."""

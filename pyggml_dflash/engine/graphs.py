@@ -21,10 +21,11 @@ import numpy.typing as npt
 from pyggml_dflash.arch.base import Commit, FedRows, GraphKey, OutputKind, Step
 from pyggml_dflash.engine.batch_inputs import BatchInputs, with_parts
 from pyggml_dflash.engine.batching import UNMEASURED, Batching
-from pyggml_dflash.engine.forward import Model, Recording, build_graph, record_layout
+from pyggml_dflash.engine.forward import MakeStep, Model, Recording, build_graph, record_layout
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
+from pyggml_dflash.engine.prompt_streams import ONE_STREAM, PromptStreams
 from pyggml_dflash.ggml.arena import Home, SpreadArena
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
@@ -54,12 +55,14 @@ class Forwards:
         recording: Recording | None = None,
         relieve: Relieve | None = None,
         home: Home | None = None,
+        streams: PromptStreams = ONE_STREAM,
     ) -> None:
         """`host`: a CPU backend to gather embedding rows on when `backend` is no host device.
 
         `home`: by a tensor's name, the backend that holds what is recorded of a layer; None: `backend` holds
-        all.
+        all. `streams`: how a chunk of a prompt is divided.
         """
+        self.streams = streams
         self._home = home or (lambda name: backend)
         self._backend, self._ledger, self.model, self._slots = backend, ledger, model, slots
         self.n_ctx, self.chunk, self.recording = slots.layout.n_ctx, chunk, recording
@@ -84,7 +87,8 @@ class Forwards:
             self._ones = tuple(self._inputs(stack, 1) for _ in slots.slots)
             self._batch = self._batch_inputs(stack)
             self._few = self._inputs(stack, max_width)
-            self._many = self._inputs(stack, chunk)
+            self._streams = tuple(self._inputs(stack, rows) for rows in streams.most_rows(chunk))
+            self._many = self._streams[0]
             n_apart = max_width if len(slots.slots) > 1 and recording is not None else 0
             self._apart = tuple(self._inputs(stack, 1) for _ in range(n_apart))
             self._cache = GraphCache(backend, ledger, "graphs", relieve=relieve, built=self.built)
@@ -177,14 +181,16 @@ class Forwards:
             capture=capture,
             form=self.form(n_past, n, n_kv),
         )
-        self._fill(self._many, slot, tokens, key)
-        graph = self._cache.once(*self._build(key, self._many))
+        keys = self.streams.keys(key, n_past, self.form)
+        self._fill_streams(slot, tokens, keys)
+        graph = self._cache.once(*self._build_streams(keys))
         try:
             if self.feeder is not None and ahead:
-                self.feeder.expect(ahead, (*slot.recent, *tokens)[-RECENT_TOKENS:])
+                first = ahead[: self.streams.rows(len(ahead))[0]]
+                self.feeder.expect(first, (*slot.recent, *tokens)[-RECENT_TOKENS:])
             slot.torn = True
             results = graph.run()
-            return None if output == "none" else np.array(results[0], np.float32)
+            return None if output == "none" else np.concatenate(results)
         finally:
             graph.close()
 
@@ -330,46 +336,74 @@ class Forwards:
             assert self._batch is not None
             return self._build(key, self._batch)[0]
         is_verify = key.update != "commit"
-        inputs = self._ones[key.slot] if key.n_tokens == 1 else self._few if is_verify else self._many
-        return self._build(key, inputs)[0]
+        if key.n_tokens > 1 and not is_verify:
+            keys = self.streams.keys(key, max(0, key.n_kv - key.n_tokens), self.form)
+            return self._build_streams(keys)[0]
+        return self._build(key, self._ones[key.slot] if key.n_tokens == 1 else self._few)[0]
 
     def _fill(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
-        x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
-        inputs.fill(x, key.n_tokens, slot.id, slot.n_past, self.n_ctx)
-        if key.capture:
-            self._fill_log(inputs, key.n_tokens)
-        self._feed(inputs, slot, tokens, key)
-        if not key.parts:
-            inputs.fill_mask(key.n_tokens, slot.n_past, key.n_kv)
+        self._fill_streams(slot, tokens, (key,), (inputs,))
         for i, part in enumerate(key.parts):
             self._apart[i].show_one(slot.n_past + i)
             if self.feeder is not None:
-                before = (*slot.recent, *tokens[:i])[-RECENT_TOKENS:]
-                self._apart[i].feed(
-                    self.feeder,
-                    FedRows(
-                        key=part,
-                        tokens=(tokens[i],),
-                        before=before,
-                        n_past=slot.n_past + i,
-                        n_ctx=self.n_ctx,
-                        apart=True,
-                    ),
-                )
+                self._apart[i].feed(self.feeder, self._fed_rows(slot, tokens[: i + 1], i, part, apart=True))
 
-    def _fill_log(self, inputs: Inputs, n: int) -> None:
-        assert self.recorded + n <= self.record_rows, "the record is full"
-        inputs.fill_log(n, self.recorded)
+    def _fill_streams(
+        self,
+        slot: Slot,
+        tokens: Sequence[int],
+        keys: Sequence[GraphKey],
+        streams: Sequence[Inputs] | None = None,
+    ) -> None:
+        """Write the inputs of forwards that take one part of the tokens after the other."""
+        x = tokens if self.gather is None else self.gather.gather(tokens)
+        slot.offer(tokens)
+        start = 0
+        for key, inputs in zip(keys, self._streams if streams is None else streams, strict=False):
+            n, n_past = key.n_tokens, slot.n_past + start
+            part = x[start : start + n]
+            inputs.fill(part if self.gather is None else np.reshape(part, -1), n, slot.id, n_past, self.n_ctx)
+            if key.capture:
+                self._fill_log(inputs, n, start)
+            if self.feeder is not None:
+                inputs.feed(self.feeder, self._fed_rows(slot, tokens[: start + n], start, key))
+            if not key.parts:
+                inputs.fill_mask(n, n_past, key.n_kv)
+            start += n
+
+    def _fill_log(self, inputs: Inputs, n: int, start: int = 0) -> None:
+        assert self.recorded + start + n <= self.record_rows, "the record is full"
+        inputs.fill_log(n, self.recorded + start)
 
     def _feed(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
         slot.offer(tokens)
-        if self.feeder is None:
-            return
+        if self.feeder is not None:
+            inputs.feed(self.feeder, self._fed_rows(slot, tokens, 0, key))
+
+    def _fed_rows(
+        self, slot: Slot, tokens: Sequence[int], start: int, key: GraphKey, *, apart: bool = False
+    ) -> FedRows:
+        """The tokens from `start` on, of those that come behind what the slot has."""
         assert len(slot.recent) == min(slot.n_past, RECENT_TOKENS), "the slot does not know its newest tokens"
-        rows = FedRows(key=key, tokens=tokens, before=slot.recent, n_past=slot.n_past, n_ctx=self.n_ctx)
-        inputs.feed(self.feeder, rows)
+        return FedRows(
+            key=key,
+            tokens=tokens[start:],
+            before=(*slot.recent, *tokens[:start])[-RECENT_TOKENS:],
+            n_past=slot.n_past + start,
+            n_ctx=self.n_ctx,
+            apart=apart,
+        )
 
     def _build(self, key: GraphKey, inputs: Inputs | BatchInputs) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        return build_graph(
+            self._backend, self.model, self._slots.tensors, [(key, self._step_maker(key, inputs))]
+        )
+
+    def _build_streams(self, keys: Sequence[GraphKey]) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        made = [(key, self._step_maker(key, own)) for key, own in zip(keys, self._streams, strict=False)]
+        return build_graph(self._backend, self.model, self._slots.tensors, made)
+
+    def _step_maker(self, key: GraphKey, inputs: Inputs | BatchInputs) -> MakeStep:
         model, recording = self.model, self.recording
         capture = recording.capture if recording is not None and key.capture else None
 
@@ -383,7 +417,7 @@ class Forwards:
             flash_attn = [model.uses_flash(part) for part in key.parts]
             return with_parts(g, whole, own, flash_attn, self.record, capture) if own else whole
 
-        return build_graph(self._backend, model, self._slots.tensors, key, step)
+        return step
 
     def _build_commit(self, commit: Commit) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         model = self.model

@@ -24,6 +24,7 @@ from pyggml_dflash.engine.kv_overflow import find_fit_with_overflow
 from pyggml_dflash.engine.loaded import EngineInfo, Loaded
 from pyggml_dflash.engine.pool_scratch import measure_pools, with_pools
 from pyggml_dflash.engine.prefill import BackendPools, PoolTrims
+from pyggml_dflash.engine.prompt_streams import note_undivided
 from pyggml_dflash.engine.reuse import Reuse
 from pyggml_dflash.engine.reuse_loader import open_reuse
 from pyggml_dflash.engine.snapshot_plan import with_snapshots
@@ -204,6 +205,7 @@ def _build(
         len(fit.trace),
         fit.chunk,
     )
+    note_undivided(parts.forwards.streams, granule_of(fit.chunk, fit.slots))
     return Built(
         blueprint=planner.blueprint,
         fit=fit,

@@ -5,6 +5,10 @@ operations by rules of its own. Here every operation runs where it was pinned. W
 backend is copied into a twin once per run; twins lie in the graph's compute memory, so that measuring a graph
 measures its links too. A copy waits until something needs it: what comes before runs beside the other
 backend.
+
+Two forwards in one graph, of which the second reads the state that the first one leaves, take turns: while
+one backend has a part of the first, the other has the part before it of the second. Such a pair is a beat;
+what its parts read is copied before either begins.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pyggml_dflash.ggml.arena import Context
 from pyggml_dflash.ggml.device import Backend
@@ -57,6 +62,7 @@ class Part:
     """Operations of one backend that run one after the other, and what has to be there before."""
 
     backend: int
+    beat: int  # parts of one beat run beside each other
     views: list[CData] = field(default_factory=list)  # of other backends, which fall between two parts
     copies: list[Copy] = field(default_factory=list)
     nodes: list[CData] = field(default_factory=list)
@@ -85,8 +91,13 @@ class Cut:
             context = Context(2 * n_crossing, 4 * (len(nodes) + n_crossing) + 64)
             stack.callback(context.close)
             self._context = context.ptr
-            for node in nodes:
-                self._place(node)
+            ends = [*builder.forwards, len(nodes)]
+            self._takes_turns = len(ends) > 2
+            if self._takes_turns:
+                self._place_in_turns([self._runs(nodes[i:j]) for i, j in pairwise(ends)])
+            else:
+                for node in nodes:
+                    self._place(node)
             self._find_queued()
             self._write_back(builder.graph)
             self._prepare(stack, builder.graph, 4 * (len(nodes) + n_crossing) + 64)
@@ -120,6 +131,37 @@ class Cut:
             pairs |= {(address(x), at) for _, x in _sources(node) if self._home_of(x) != at}
         return len(pairs)
 
+    def _runs(self, nodes: list[CData]) -> list[tuple[int, list[CData]]]:
+        """Operations of a forward in runs of one backend each; views go along."""
+        runs: list[tuple[int, list[CData]]] = []
+        waiting: list[CData] = []
+        for node in nodes:
+            at = self._home[address(node)]
+            if int(node.op) in VIEWS:
+                (runs[-1][1] if runs else waiting).append(node)
+            elif runs and runs[-1][0] == at:
+                runs[-1][1].append(node)
+            else:
+                runs.append((at, [*waiting, node]))
+                waiting = []
+        return runs
+
+    def _place_in_turns(self, streams: list[list[tuple[int, list[CData]]]]) -> None:
+        """Runs of forwards in beats: in each, every forward is one run behind the one in front of it."""
+        beat = -1
+        for turn in range(max(i + len(runs) for i, runs in enumerate(streams))):
+            busy: set[int] = set()
+            for i, runs in enumerate(streams):
+                if not 0 <= turn - i < len(runs):
+                    continue
+                at, nodes = runs[turn - i]
+                if not busy or at in busy:
+                    beat, busy = beat + 1, set()
+                busy.add(at)
+                self.parts.append(Part(at, beat))
+                for node in nodes:
+                    self._place(node)
+
     def _place(self, node: CData) -> None:
         at = self._home[address(node)]
         is_view = int(node.op) in VIEWS
@@ -127,7 +169,7 @@ class Cut:
             self.parts[-1].views.append(node)  # its root lies in an earlier part or is a leaf
             return
         if not self.parts or self.parts[-1].backend != at:
-            self.parts.append(Part(at))
+            self.parts.append(Part(at, len(self.parts)))
         for i, x in _sources(node):
             if self._home_of(x) != at:
                 node.src[i] = self._twin(x, at)
@@ -155,8 +197,10 @@ class Cut:
         made_in = max(written, -1 if is_leaf else self._made_in[address(root)])
         part = self.parts[-1]
         is_weight = is_leaf and not root.flags & lib.GGML_TENSOR_FLAG_INPUT  # large: no room for two at once
-        if part.computes and (made_in > part.waits_for or is_weight):
-            part = Part(at)
+        if self._takes_turns:
+            assert made_in < 0 or self.parts[made_in].beat < part.beat, f"{Tensor(x)!r} comes too late"
+        elif part.computes and (made_in > part.waits_for or is_weight):
+            part = Part(at, len(self.parts))
             self.parts.append(part)
         part.waits_for = max(part.waits_for, made_in)
         self._twins[key] = twin, len(self.parts) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -290,37 +291,48 @@ class StepGraph:
 
 
 class PartsRun:
-    """Runs the parts of a cut graph that has its memory; a part waits for what it reads, no more."""
+    """Runs the parts of a cut graph that has its memory, beat by beat; what a beat reads is copied first."""
 
-    __slots__ = ("_compute", "_copy", "_parts", "_queue", "_streams", "_synchronize")
+    __slots__ = ("_beats", "_compute", "_copy", "_queue", "_streams", "_synchronize")
 
     def __init__(self, cut: Cut) -> None:
         self._compute = lib.ggml_backend_graph_compute_async
         self._copy, self._synchronize = lib.ggml_backend_tensor_copy_async, lib.ggml_backend_synchronize
         self._queue = lib.ggml_backend_tensor_set_async
         streams = [b.ptr for b in cut.backends]
-        self._parts = [
-            (
-                streams[part.backend],
-                part.graph if part.computes else None,
-                [(streams[c.home], c.source, c.twin) for c in part.copies if not c.is_queued],
-                [(c.twin, c.source.data, lib.ggml_nbytes(c.source)) for c in part.copies if c.is_queued],
+        self._beats = []
+        for _, group in groupby(cut.parts, lambda part: part.beat):
+            parts = list(group)
+            copies = [(streams[p.backend], c) for p in parts for c in p.copies]
+            computing = [part for part in parts if part.computes]
+            computing.sort(
+                key=lambda part: cut.backends[part.backend].is_host
+            )  # a CPU returns when it is done
+            self._beats.append(
+                (
+                    [streams[p.backend] for p in parts if any(not c.is_queued for c in p.copies)],
+                    [(streams[c.home], stream, c.source, c.twin) for stream, c in copies if not c.is_queued],
+                    [
+                        (stream, c.twin, c.source.data, lib.ggml_nbytes(c.source))
+                        for stream, c in copies
+                        if c.is_queued
+                    ],
+                    [(streams[part.backend], part.graph) for part in computing],
+                )
             )
-            for part in cut.parts
-        ]
         self._streams = [streams[i] for i in sorted({part.backend for part in cut.parts})]
 
     def start(self) -> int:
         """Queue everything; the first status that is no success, else 0."""
         failed = 0
-        for stream, graph, copies, queued in self._parts:
-            if copies:
+        for streams, copies, queued, graphs in self._beats:
+            for stream in streams:
                 self._synchronize(stream)  # what lies where the twins go may still be read
-                for source_stream, source, twin in copies:
-                    self._copy(source_stream, stream, source, twin)
-            for twin, data, n_bytes in queued:
+            for source_stream, stream, source, twin in copies:
+                self._copy(source_stream, stream, source, twin)
+            for stream, twin, data, n_bytes in queued:
                 self._queue(stream, twin, data, 0, n_bytes)
-            if graph is not None:
+            for stream, graph in graphs:
                 failed = failed or self._compute(stream, graph)
         return failed
 

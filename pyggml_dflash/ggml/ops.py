@@ -58,6 +58,7 @@ class GraphBuilder:
         self._supports, self._paddings, self.pins = supports, paddings, pins
         self._most_padded = MOST_PADDED if paddings else 0
         self.cut: object | None = None  # how the graph is divided, once it is; see `ggml.cut`
+        self.forwards = [0]  # the first node of each forward of the graph
         self.picks: list[Tensor] = []  # I32 [n_used, M] of each layer with experts: which were chosen
         self._stack = ExitStack()
         # A graph lists the tensors that it only reads as well; two per operation is more than any model has.
@@ -84,6 +85,13 @@ class GraphBuilder:
     def closes_with(self, close: Callable[[], object]) -> None:
         """Call `close` when the builder closes, before its headers are freed."""
         self._stack.callback(close)
+
+    def begin_forward(self) -> None:
+        """What is built from now on is another forward, behind the one before; over several backends the two
+        run beside each other, each part behind the same part of the forward before."""
+        self.forwards.append(self.n_nodes)
+        if self.pins is not None:
+            self.pins.now = 0
 
     def follow(self, x: Tensor) -> None:
         """Run what comes next where `x`, which has memory of its own, lies."""

@@ -259,6 +259,7 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         "tensor_split",
         "expert_device",
         "link_type",
+        "prompt_streams",
         "kv_overflow_device",
         "expert_placement",
         "expert_budget_mib",

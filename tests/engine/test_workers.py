@@ -171,6 +171,7 @@ def test_the_flags_of_a_report_open_the_same_devices(worker: Worker, tmp_path: P
         device="CPU",
         expert_device=worker.name,
         link_type="f16",
+        prompt_streams=2,
         kv_overflow_device=worker.name,
         expert_placement=counts,
         expert_budget_mib=2,

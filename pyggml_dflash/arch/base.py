@@ -109,7 +109,7 @@ class Step:
     `tokens` I32 [n_tokens], or `embeddings` F32 [n_embd, n_tokens] where the table is elsewhere.
 
     Rows with `tile_masks` attend as `arch.tiled` says; masks made for that are kept there, by how many heads
-    share keys.
+    share keys and by the place of the backend.
 
     Where rows attend on their own, `parts` are their steps, each with cache rows, mask and inputs as if it
     were alone. In a batch, where they are of several slots, `slots` I32 [n_tokens] tells which.
@@ -129,7 +129,7 @@ class Step:
     log: Tensor | None = None
     parts: tuple[Step, ...] = ()
     slots: Tensor | None = None
-    tile_masks: dict[int, Tensor] | None = None
+    tile_masks: dict[tuple[int, int], Tensor] | None = None
 
     def show(self, name: str, x: Tensor) -> None:
         """Offer `x` to whoever looks inside."""

@@ -163,7 +163,7 @@ def _attend(
     head_dim, n_head, n_tokens, _ = q.shape
     q = g.permute(q, 0, 2, 1, 3)  # [head_dim, M, head]
     keys = cache.keys(g, step)
-    if step.tile_masks is not None and joined_heads(n_tokens, n_head // cache.n_head_kv):
+    if step.tile_masks is not None and g.has_tiles and joined_heads(n_tokens, n_head // cache.n_head_kv):
         repeated = repeated_mask(g, step, mask, n_head // cache.n_head_kv)
         return attend_in_tiles(g, q, keys, cache.values(g, step), repeated, scale)
     if step.flash_attn:

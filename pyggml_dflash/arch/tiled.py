@@ -38,15 +38,16 @@ def mask_rows(n: int, n_sharing: int) -> int:
 def repeated_mask(g: GraphBuilder, step: Step, mask: Tensor, n_sharing: int) -> Tensor:
     """The mask [n_kv, M] over and over, for the rows of joined heads and those that are filled in.
 
-    Layers share that of the step's own mask.
+    Layers of one backend share that of the step's own mask.
     """
     assert step.tile_masks is not None
-    if mask is step.mask and n_sharing in step.tile_masks:
-        return step.tile_masks[n_sharing]
+    key = n_sharing, g.place
+    if mask is step.mask and key in step.tile_masks:
+        return step.tile_masks[key]
     n_kv, n = mask.shape[:2]
     repeated = g.repeat(mask, n_kv, mask_rows(n, n_sharing), 1, 1)
     if mask is step.mask:
-        step.tile_masks[n_sharing] = repeated
+        step.tile_masks[key] = repeated
     return repeated
 
 

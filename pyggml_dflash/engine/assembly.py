@@ -346,9 +346,9 @@ def plain_kv(options: EngineOptions, backend: Backend) -> range:
 
 
 def has_tiles(options: EngineOptions, backend: Backend) -> bool:
-    """Whether flash attention reads such caches in tiles of rows, row by row where these are too few."""
-    only_cpu = backend.is_host and len(backend.all) == 1
-    return only_cpu and options.cache_type_k == options.cache_type_v in ("f32", "f16")
+    """Whether flash attention somewhere reads such caches in tiles, and row by row where rows are too few."""
+    in_tiles = options.cache_type_k == options.cache_type_v in ("f32", "f16")
+    return in_tiles and any(each.has_tiles for each in backend.all)
 
 
 @dataclass(frozen=True, slots=True)

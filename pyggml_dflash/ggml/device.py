@@ -318,6 +318,11 @@ class Backend(Handle):
         return self.info.is_host
 
     @property
+    def has_tiles(self) -> bool:
+        """True if flash attention is the CPU's, which few rows of a tile slow down; a worker's may be."""
+        return self.is_host or self.info.kind == "rpc"
+
+    @property
     def buffer_type(self) -> CData:
         """Where tensors of this backend are allocated by default."""
         return lib.ggml_backend_dev_buffer_type(self._device)

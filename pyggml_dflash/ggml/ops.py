@@ -108,6 +108,16 @@ class GraphBuilder:
         with self.at(to):
             return self.cast(half, ElementType.F32)
 
+    @property
+    def place(self) -> int:
+        """Where what comes next runs: a backend, by its place among them."""
+        return 0 if self.pins is None else self.pins.now
+
+    @property
+    def has_tiles(self) -> bool:
+        """As `Backend.has_tiles` of where what comes next runs; with one backend the model knows."""
+        return self.pins is None or self.pins.backend.has_tiles
+
     def streams(self, weight: Tensor, n_rows: int) -> bool:
         """True if products of so many rows are made here, with a copy of a weight in host memory."""
         return self.pins is not None and self.pins.streams(weight, n_rows)

@@ -13,6 +13,7 @@ import pytest
 
 from pyggml_dflash import ContextFitError, Engine, EngineOptions, fit_report
 from pyggml_dflash.arch.base import GraphKey
+from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.assembly import draw, open_model
 from pyggml_dflash.engine.fit import FLOOR_ROWS, Planner
 from pyggml_dflash.ggml.graph import GraphAllocator, measure_by_device
@@ -26,6 +27,7 @@ from tests.tiny import Tiny, tokens, write_tiny
 MIB = 2**20
 STEP = 256
 N_TRAIN = 1280
+TAIL = TILE_ROWS - 1  # rows of a last chunk with the largest mask
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,9 @@ def test_what_is_held_on_each_device_is_what_the_plan_says(worker: Worker, moe: 
     options = capped(worker, 8, 12, model=moe, **apart)
     with Engine(options) as engine:
         n_ctx = engine.info.n_ctx
-        engine.generate(tokens(n_ctx - 8, seed=3), max_tokens=8, ignore_eos=True)
+        most = (n_ctx - 8, n_ctx - engine.info.chunk + TAIL)  # of chunks and of tails the ones that take most
+        for n in most:
+            engine.generate(tokens(n, seed=3), max_tokens=8, ignore_eos=True)
         peaks, report = engine.stats().peak_bytes, engine.fit_report()
     for share in report.devices:
         planned = sum(share.terms.values())
@@ -244,14 +248,14 @@ def test_four_slots_get_what_fits_one_gets_the_trained_context_and_answers_are_t
 def test_a_long_prompt_beside_three_short_ones_runs_where_buffers_of_every_slot_would_not_fit(
     worker: Worker, moe: Path, split: str
 ) -> None:
-    """B9, and hazard B07. The last chunk of the long prompt is whole, as it is planned."""
+    """B9, and hazard B07. The last chunk of the long prompt is the one that takes most, as it is planned."""
     apart: dict[str, Any] = {"devices": ("CPU", worker.name), "tensor_split": (1.0, 1.0)}
     if split == "experts":
         apart = {"device": "CPU", "expert_device": worker.name}
     options = replace(capped(worker, 64, 64, model=moe, slots=4, chunk=128, **apart), max_ctx=1536)
     shares = {share.device: share.terms for share in fit_report(options).devices}
     caps = {device: sum(terms.values()) + terms["graphs"] // 2 for device, terms in shares.items()}
-    prompts = [tokens(n, seed=n) for n in (1408, 20, 33, 47)]
+    prompts = [tokens(n, seed=n) for n in (10 * 128 + TAIL, 20, 33, 47)]
     with Engine(EngineOptions(model=moe, device="CPU", threads=1, repack="off", max_ctx=1536)) as engine:
         alone = [engine.generate(p, max_tokens=24, ignore_eos=True).tokens for p in prompts]
     with Engine(replace(options, device_cap=caps)) as engine:

@@ -28,6 +28,7 @@ from pyggml_dflash.engine.prompt_streams import note_undivided
 from pyggml_dflash.engine.reuse import Reuse
 from pyggml_dflash.engine.reuse_loader import open_reuse
 from pyggml_dflash.engine.snapshot_plan import with_snapshots
+from pyggml_dflash.engine.spec_choice import note_unused
 from pyggml_dflash.engine.split import described
 from pyggml_dflash.engine.step import granule_of
 from pyggml_dflash.engine.step_costs import learn_costs
@@ -206,6 +207,7 @@ def _build(
         fit.chunk,
     )
     note_undivided(parts.forwards.streams, granule_of(fit.chunk, fit.slots))
+    note_unused(planner.blueprint.options, planner.blueprint.speculation)
     return Built(
         blueprint=planner.blueprint,
         fit=fit,

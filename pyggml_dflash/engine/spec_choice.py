@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from pyggml_dflash.arch.qwen4exp.mtp import StreamMtpBlock
 from pyggml_dflash.engine.drafter_loader import SpeculationPlan, plan_speculation
 from pyggml_dflash.errors import ModelFileError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
@@ -68,6 +69,21 @@ def choose_speculation(
     if options.draft_causal != "auto":
         raise UsageError(f"draft_causal is {options.draft_causal!r}, but there is no DFlash draft")
     return SpecChoice(reason=reason)
+
+
+def note_unused(options: EngineOptions, plan: SpeculationPlan | None) -> None:
+    """Tell of options that nothing reads: a width where nothing drafts, a convention nobody knows."""
+    if plan is None and options.spec_width != "auto":
+        LOG.warning("spec_width is %s, but nothing drafts: every step decodes one token", options.spec_width)
+    if options.mtp_convention != "all-streams" and not _has_streams(plan):
+        LOG.warning(
+            "mtp_convention is %r, but there is no MTP block of qwen4exp, which alone knows of conventions",
+            options.mtp_convention,
+        )
+
+
+def _has_streams(plan: SpeculationPlan | None) -> bool:
+    return plan is not None and isinstance(plan.block, StreamMtpBlock)
 
 
 def _candidates(options: EngineOptions, file: GgufFile, config: ModelConfig) -> list[EngineOptions]:

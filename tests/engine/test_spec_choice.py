@@ -21,6 +21,7 @@ from pyggml_dflash.ggml.gguf import TensorInfo
 from pyggml_dflash.options import EngineOptions
 from tests.engine.hostile import Array, NewTensor, edited
 from tests.engine.tiny import LLAMA, QWEN35, opened
+from tests.tiny import Tiny, write_tiny
 
 HEADS = "blk.8.nextn.eh_proj.weight"  # of the MTP block in QWEN35
 
@@ -189,3 +190,37 @@ def test_an_allocation_that_fails_leaves_out_a_drafter_that_nobody_named(
     monkeypatch.undo()
     with opened(model, max_ctx=256) as engine:
         assert engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True).tokens == answer
+
+
+# options that nothing reads
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (LLAMA, {"spec_width": 4}, "spec_width is 4, but nothing drafts"),
+        (QWEN35, {"spec_width": 4, "spec": "off"}, "spec_width is 4, but nothing drafts"),
+        (QWEN35, {"spec_width": 4}, None),
+        (LLAMA, {"spec_width": "auto"}, None),
+        (
+            QWEN35,
+            {"mtp_convention": "per-stream"},
+            "mtp_convention is 'per-stream', but there is no MTP block",
+        ),
+        (None, {"mtp_convention": "per-stream"}, None),
+        (None, {"mtp_convention": "llama.cpp", "spec": "off"}, "mtp_convention is 'llama.cpp', but"),
+    ],
+)
+def test_a_width_without_drafts_and_a_convention_that_nobody_knows_are_told(
+    model: Path | None,
+    options: dict[str, Any],
+    told: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = model or write_tiny(tmp_path, Tiny(architecture="qwen4exp", n_mtp=1))
+    with opened(model, max_ctx=64, **{"spec": "auto", **options}) as engine:
+        assert engine.generate([5, 6, 7], max_tokens=2, ignore_eos=True).tokens
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == (told is not None), found
+    assert told is None or found[0].startswith(told)

@@ -220,19 +220,24 @@ def experts(g: GraphBuilder, w: BlockWeights, x: Tensor, moe: MoeConfig) -> Tens
     weights = g.get_rows(g.reshape(probabilities, 1, moe.n_expert, n_tokens), chosen)  # [1, n_used, M]
     weights = g.reshape(weights, moe.n_used, n_tokens)
     weights = g.div(weights, g.clamp(g.sum_rows(weights), MIN_EXPERT_SUM, float("inf")))
+    weights = g.reshape(weights, 1, moe.n_used, n_tokens)
     if moe.weight_scale not in (0.0, 1.0):
         weights = g.scale(weights, moe.weight_scale)
-    if g.pins is not None:
-        g.expand(weights)  # before the other device begins, so that it is asked once
+    g.expand(weights)  # in this order GPUs route in one kernel, and another device is asked once
 
+    far = w["ffn_down_exps.weight"]
     if n_tokens <= HOT_ROWS and w.get("hot.index") is not None:
         total = _hot_and_cold(g, w, x, chosen, weights, moe)
-    elif g.streams(w["ffn_down_exps.weight"], n_tokens):
-        total = _sum_of_used(g, _weighted(g, w, "exps", x, chosen, weights, moe))
+    elif g.streams(far, n_tokens):
+        total = _sum_of_used(g, _results(g, w, "exps", x, chosen, moe), weights)
+    elif g.near_links and n_tokens <= HOT_ROWS:  # the other device does what only it can do
+        with g.at(far):
+            out = _results(g, w, "exps", x, chosen, moe)
+        total = _sum_of_used(g, out, weights)
     else:
-        there = g.sent(x, w["ffn_down_exps.weight"], n_tokens)
-        with g.at(w["ffn_down_exps.weight"]):  # only sums come back
-            total = _sum_of_used(g, _weighted(g, w, "exps", there, chosen, weights, moe))
+        there = g.sent(x, far, n_tokens)
+        with g.at(far):  # only sums come back
+            total = _sum_of_used(g, _results(g, w, "exps", there, chosen, moe), weights)
             total = g.sent(total, w["ffn_gate_inp.weight"], n_tokens)
     if moe.shared_ff_dim == 0:
         return total
@@ -253,39 +258,39 @@ def _hot_and_cold(
 
     def looked_up(stack: str) -> tuple[Tensor, Tensor]:
         index = g.reshape(g.get_rows(w[f"{stack}.index"], ids), n_used, n_tokens)
-        mask = g.reshape(g.get_rows(w[f"{stack}.mask"], ids), n_used, n_tokens)
+        mask = g.reshape(g.get_rows(w[f"{stack}.mask"], ids), 1, n_used, n_tokens)
         return index, g.mul(weights, mask)
 
     (hot_ids, hot_weights), (cold_ids, cold_weights) = looked_up("hot"), looked_up("cold")
     with g.at(w["ffn_down_exps.weight"]):
-        cold = _weighted(g, w, "exps", x, cold_ids, cold_weights, moe)
-    hot = _weighted(g, w, "hot", x, hot_ids, hot_weights, moe)
+        cold = _results(g, w, "exps", x, cold_ids, moe)
+        cold = cold if g.near_links else g.mul(cold, cold_weights)
+    hot = g.mul(_results(g, w, "hot", x, hot_ids, moe), hot_weights)
+    cold = g.mul(cold, cold_weights) if g.near_links else cold
     return _sum_of_used(g, g.add(cold, hot))  # in this order the other device begins first
 
 
-def _weighted(
-    g: GraphBuilder,
-    w: BlockWeights,
-    stack: str,
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    moe: MoeConfig,
+def _results(
+    g: GraphBuilder, w: BlockWeights, stack: str, x: Tensor, chosen: Tensor, moe: MoeConfig
 ) -> Tensor:
-    """Results of the chosen experts of a stack, times weights [n_used, M]: [n_embd, n_used, M]."""
+    """Results of the chosen experts of a stack: [n_embd, n_used, M]."""
     n_embd, n_tokens = x.shape[0], x.shape[1]
     hidden = _expert_hidden(g, w, stack, g.reshape(x, n_embd, 1, n_tokens), chosen, moe)
-    out = _expert_linear(g, w, f"ffn_down_{stack}", hidden, chosen)
-    return g.mul(out, g.reshape(weights, 1, moe.n_used, n_tokens))
+    return _expert_linear(g, w, f"ffn_down_{stack}", hidden, chosen)
 
 
-def _sum_of_used(g: GraphBuilder, out: Tensor) -> Tensor:
-    """[n_embd, n_used, M] summed over the experts used, in their order: [n_embd, M]."""
+def _sum_of_used(g: GraphBuilder, out: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[n_embd, n_used, M], times weights [1, n_used, M], summed over the experts used, in their order:
+    [n_embd, M]."""
+    out = out if weights is None else g.mul(out, weights)
     n_embd, n_used, n_tokens, _ = out.shape
     stride, row = out.strides[1], out.strides[2]
-    total = g.view(out, (n_embd, n_tokens), (row,), 0)
-    for i in range(1, n_used):
-        total = g.add(total, g.view(out, (n_embd, n_tokens), (row,), i * stride))
+    parts = [g.view(out, (n_embd, n_tokens), (row,), i * stride) for i in range(n_used)]
+    for part in parts:
+        g.expand(part)  # before the sums, which GPUs then make in one kernel
+    total = parts[0]
+    for part in parts[1:]:
+        total = g.add(total, part)
     return total
 
 

@@ -269,10 +269,9 @@ def _placed(
     streaming: Streaming = NO_STREAMING,
 ) -> tuple[Placement, ...]:
     """Where weights go; experts that are streamed lie in memory that other devices can copy."""
-    is_routed = split.kind == "experts"
-    streamed = (
-        [n for n in specs if is_routed and split.device_of(n) == split.expert] if streaming.rows else []
-    )
+    routed = [n for n in specs if split.kind == "experts" and split.device_of(n) == split.expert]
+    beside_cpu = backend.info.kind not in ("cpu", "rpc")  # decoding waits for the devices, not for products
+    is_plain = bool(streaming.rows) or (beside_cpu and options.repack == "auto")
     return tuple(
         place_weights(
             file,
@@ -280,7 +279,7 @@ def _placed(
             backend,
             repack=options.repack != "off",
             device_of=split.device_of,
-            streamed=frozenset(streamed),
+            plain=frozenset(routed if is_plain else ()),
             pinned=streaming.pinned,
         )
     )

@@ -140,7 +140,7 @@ def _told(streaming: Streaming, target: Backend, most_rows: int) -> Streaming:
     """The choice, logged; without pinned memory where the target has none."""
     if streaming.pinned and target.pinned_buffer_type is None:
         LOG.warning("%s has no pinned memory: experts lie in ordinary memory", target.name)
-        streaming = replace(streaming, pinned=False)
+        streaming = streaming.in_ordinary_memory
     memory = "pinned host memory" if streaming.pinned else "host memory"
     what = f"forwards of {streaming.rows} rows and more copy experts from {memory} to {target.name}"
     if most_rows < streaming.rows:

@@ -230,6 +230,7 @@ class Backend(Handle):
         "info",
         "is_busy",
         "n_threads",
+        "near_links",
         "peers",
     )
 
@@ -245,6 +246,7 @@ class Backend(Handle):
         for name, value in SAFE_ENVIRONMENT.items():  # ggml reads it at its first kernel
             os.environ.setdefault(name, value)
         self.info, self.peers, self.half_links = info, peers, half_links
+        self.near_links = all(b.info.kind != "rpc" for b in (self, *peers))  # no network in between
         self.is_busy = False
         self.n_threads = threads or physical_cores()
         self._endpoint: rpc.Endpoint | None = None

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.arena import DTYPES, TensorArena, host_view
-from pyggml_dflash.ggml.cut import Cut, cut_of
+from pyggml_dflash.ggml.cut import Copy, Cut, cut_of
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
@@ -290,33 +290,40 @@ class StepGraph:
         self._builder.close()
 
 
+def _comes_home(cut: Cut, copy: Copy, to: int) -> bool:
+    """True for a copy from memory of a device of this machine into memory of this process."""
+    home = cut.backends[copy.home]
+    return cut.backends[to].is_host and not home.is_host and home.info.kind != "rpc"
+
+
 class PartsRun:
     """Runs the parts of a cut graph that has its memory, beat by beat; what a beat reads is copied first."""
 
-    __slots__ = ("_beats", "_compute", "_copy", "_queue", "_streams", "_synchronize")
+    __slots__ = ("_beats", "_compute", "_copy", "_get", "_queue", "_streams", "_synchronize")
 
     def __init__(self, cut: Cut) -> None:
         self._compute = lib.ggml_backend_graph_compute_async
         self._copy, self._synchronize = lib.ggml_backend_tensor_copy_async, lib.ggml_backend_synchronize
-        self._queue = lib.ggml_backend_tensor_set_async
+        self._get, self._queue = lib.ggml_backend_tensor_get_async, lib.ggml_backend_tensor_set_async
         streams = [b.ptr for b in cut.backends]
         self._beats = []
         for _, group in groupby(cut.parts, lambda part: part.beat):
             parts = list(group)
-            copies = [(streams[p.backend], c) for p in parts for c in p.copies]
+            copies = [(p.backend, c) for p in parts for c in p.copies if not c.is_queued]
+            queued = [(p.backend, c) for p in parts for c in p.copies if c.is_queued]
+            fetched = [c for to, c in copies if _comes_home(cut, c, to)]
+            others = [(to, c) for to, c in copies if not _comes_home(cut, c, to)]
             computing = [part for part in parts if part.computes]
             computing.sort(
                 key=lambda part: cut.backends[part.backend].is_host
-            )  # a CPU returns when it is done
+            )  # which returns when it is done
             self._beats.append(
                 (
                     [streams[p.backend] for p in parts if any(not c.is_queued for c in p.copies)],
-                    [(streams[c.home], stream, c.source, c.twin) for stream, c in copies if not c.is_queued],
-                    [
-                        (stream, c.twin, c.source.data, lib.ggml_nbytes(c.source))
-                        for stream, c in copies
-                        if c.is_queued
-                    ],
+                    [(streams[c.home], c.source, c.twin.data, lib.ggml_nbytes(c.source)) for c in fetched],
+                    [streams[i] for i in sorted({c.home for c in fetched})],
+                    [(streams[c.home], streams[to], c.source, c.twin) for to, c in others],
+                    [(streams[to], c.twin, c.source.data, lib.ggml_nbytes(c.source)) for to, c in queued],
                     [(streams[part.backend], part.graph) for part in computing],
                 )
             )
@@ -325,9 +332,13 @@ class PartsRun:
     def start(self) -> int:
         """Queue everything; the first status that is no success, else 0."""
         failed = 0
-        for streams, copies, queued, graphs in self._beats:
+        for streams, fetched, sources, copies, queued, graphs in self._beats:
             for stream in streams:
                 self._synchronize(stream)  # what lies where the twins go may still be read
+            for stream, source, data, n_bytes in fetched:  # one wait for all that comes to host memory
+                self._get(stream, source, data, 0, n_bytes)
+            for stream in sources:
+                self._synchronize(stream)
             for source_stream, stream, source, twin in copies:
                 self._copy(source_stream, stream, source, twin)
             for stream, twin, data, n_bytes in queued:

@@ -118,6 +118,11 @@ class GraphBuilder:
         """As `Backend.has_tiles` of where what comes next runs; with one backend the model knows."""
         return self.pins is None or self.pins.backend.has_tiles
 
+    @property
+    def near_links(self) -> bool:
+        """True if what crosses to another backend costs time by the crossing, hardly by its bytes."""
+        return self.pins is not None and self.pins.near_links
+
     def streams(self, weight: Tensor, n_rows: int) -> bool:
         """True if products of so many rows are made here, with a copy of a weight in host memory."""
         return self.pins is not None and self.pins.streams(weight, n_rows)

@@ -21,14 +21,31 @@ def address(pointer: CData) -> int:
 class Pins:
     """Backends by their place in `backends`; `now` is where the next operation runs."""
 
-    __slots__ = ("_by_buffer", "_by_device", "_host", "_of", "backends", "half_links", "now", "stream_rows")
+    __slots__ = (
+        "_by_buffer",
+        "_by_device",
+        "_host",
+        "_of",
+        "backends",
+        "half_links",
+        "near_links",
+        "now",
+        "stream_rows",
+    )
 
     def __init__(
-        self, backends: Sequence[Backend], *, half_links: bool = False, stream_rows: int = 0
+        self,
+        backends: Sequence[Backend],
+        *,
+        half_links: bool = False,
+        near_links: bool = False,
+        stream_rows: int = 0,
     ) -> None:
-        """`half_links`: rows of a prompt may cross between backends in half precision. `stream_rows`: fewest
-        rows for which experts in host memory are copied to whom the rows belong; 0: never."""
+        """`half_links`: rows of a prompt may cross between backends in half precision. `near_links`: a
+        crossing costs time, its bytes hardly any. `stream_rows`: fewest rows for which experts in host memory
+        are copied to whom the rows belong; 0: never."""
         self.backends, self.now = tuple(backends), 0
+        self.near_links = near_links
         self.half_links, self.stream_rows = half_links, stream_rows
         self._by_device = {address(b.device): i for i, b in enumerate(self.backends)}
         self._host = next((i for i, b in enumerate(self.backends) if b.is_host), None)

@@ -95,7 +95,12 @@ def builder_for(
     of `Pins`."""
     if not backend.peers:
         return GraphBuilder(max_nodes, lambda op: can_run(backend, op), paddings)
-    pins = Pins(backend.all, half_links=backend.half_links, stream_rows=stream_rows)
+    pins = Pins(
+        backend.all,
+        half_links=backend.half_links,
+        near_links=backend.near_links,
+        stream_rows=stream_rows,
+    )
     return GraphBuilder(max_nodes, lambda op: can_run(pins.backend, op), paddings, pins)
 
 

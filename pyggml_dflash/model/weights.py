@@ -115,13 +115,13 @@ def place_weights(
     *,
     repack: bool,
     device_of: Callable[[str], int] = lambda name: 0,
-    streamed: Container[str] = (),
+    plain: Container[str] = (),
     pinned: bool = False,
 ) -> list[Placement]:
     """Decide where every tensor goes, from the table alone; a tied head reads the embedding table.
 
-    `device_of`: by a tensor's name, the place of its device among the target and its peers. `streamed`: names
-    of tensors that the target copies, so they lie as they do in the file, in `pinned` memory or not.
+    `device_of`: by a tensor's name, the place of its device among the target and its peers. `plain`: names
+    of tensors that lie as they do in the file, whatever layout their device has; in `pinned` memory or not.
     """
     wanted = dict(specs)
     if HEAD not in wanted and EMBEDDING in wanted:
@@ -134,14 +134,14 @@ def place_weights(
         in_place = spec.use == "rows" or (backend.is_host and info.offset % MAPPED_ALIGNMENT == 0)
         kind = "mapped" if in_place else "uploaded"
         if spec.use != "rows" or backend.is_host:
-            packs = repack and name not in streamed
+            packs = repack and name not in plain
             layout = repacked_buffer_type(backend, info.type, spec.shape, spec.use) if packs else None
             if layout is not None:
                 kind = buffer_type_name(layout)
             elif not can_compute(backend, info.type, spec.shape, spec.use):
                 what = f"tensor {file.shown(info.name)!r} of type {info.type.label}"
                 raise UnsupportedModelError(f"{file.path}: {backend.name} cannot compute with {what}")
-            elif pinned and name in streamed:
+            elif pinned and name in plain:
                 kind = PINNED
         placements.append(Placement(name, info, spec, kind, device))
     return placements

@@ -13,9 +13,9 @@ from typing import Final
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import Auto, HostMemory
 
-# Beside an H200 a chunk of 2,048 rows whose experts (7.6 GB) are copied from ordinary memory takes as long as
-# 16 CPU cores take for about 650 rows: docs/measurements/h200-host-experts.md.
-AUTO_ROWS: Final = 1024
+# Beside an H200 16 CPU cores compute 600 rows a second with experts of 7.6 GB. Copying these takes as long as
+# about 650 rows from ordinary memory, 200 from pinned memory: docs/measurements/h200-host-experts.md.
+AUTO_ROWS: Final[dict[HostMemory, int]] = {"pageable": 1024, "pinned": 256}
 CHUNK: Final = 4096  # rows of a chunk that the engine chooses, where memory allows: one copy for more rows
 
 
@@ -33,6 +33,11 @@ class Streaming:
     def may_be_left_out(self) -> bool:
         """True if an engine that does not fit with it is to be tried without."""
         return self.is_auto and self.rows > 0
+
+    @property
+    def in_ordinary_memory(self) -> Streaming:
+        """The same without pinned memory, where a copy takes longer."""
+        return replace(self, rows=AUTO_ROWS["pageable"] if self.is_auto else self.rows, pinned=False)
 
     def without(self, reason: str) -> Streaming:
         """Experts that compute where they lie, and why."""
@@ -70,7 +75,7 @@ def choose_streaming(request: StreamRequest) -> Streaming:
         raise UsageError(f"expert_memory is 'pinned', for experts that are streamed; {why_not}")
     if why_not is not None:
         return Streaming(reason=why_not)
-    rows = AUTO_ROWS if isinstance(asked, str) else asked
+    rows = AUTO_ROWS[request.memory] if isinstance(asked, str) else asked
     return Streaming(rows=rows, pinned=request.memory == "pinned", is_auto=isinstance(asked, str))
 
 
@@ -91,6 +96,6 @@ def _why_not(request: StreamRequest) -> str | None:
         return None if request.rows else "stream_experts is off"
     if request.target not in ("gpu", "igpu"):
         return "copies over a network would take longer"
-    if request.most_rows < AUTO_ROWS:
-        return f"no chunk has {AUTO_ROWS} rows"
+    if request.most_rows < AUTO_ROWS[request.memory]:
+        return f"no chunk has {AUTO_ROWS[request.memory]} rows"
     return None

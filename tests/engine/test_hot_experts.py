@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 from pyggml_dflash import EngineOptions, UsageError, fit_report
 from pyggml_dflash.api import route_stats
+from pyggml_dflash.arch.base import GraphKey
+from pyggml_dflash.ggml.cut import cut_of
+from pyggml_dflash.ggml.ffi import c_string, lib
 from pyggml_dflash.plan.hot_experts import RouteStats
 from tests.cli.dflash_command import told
 from tests.engine.workers import Worker, workers
@@ -44,9 +48,10 @@ def counted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def decoded(options: EngineOptions) -> Floats:
-    """The logits behind a short prompt and of decoded tokens."""
+def decoded(options: EngineOptions, *, near: bool = False) -> Floats:
+    """The logits behind a short prompt and of decoded tokens; `near`: as between devices of one machine."""
     with open_core(options) as core:
+        core._forwards._backend.near_links |= near
         return np.array(list(continued(core, IDS[:20], IDS[20:])))
 
 
@@ -72,7 +77,32 @@ def test_copies_leave_every_logit_as_it_is(
     kept = RouteStats(np.where(stats.picks >= least, stats.picks + 1, 0), stats.n_used, stats.n_tokens)
     kept.write(tmp_path / "kept.csv")
     hot = replace(apart, expert_placement=tmp_path / "kept.csv")
-    np.testing.assert_array_equal(decoded(hot), decoded(on_the_cpu(model)))
+    expected = decoded(on_the_cpu(model))
+    np.testing.assert_array_equal(decoded(hot), expected)
+    np.testing.assert_array_equal(decoded(hot, near=True), expected)
+
+
+def test_experts_of_few_rows_are_weighed_where_it_costs_least_and_every_logit_is_the_same(
+    model: Path, worker: Worker
+) -> None:
+    """Over a network one row comes back, within a machine one of each expert."""
+    apart = replace(on_the_cpu(model), expert_device=worker.name)
+    np.testing.assert_array_equal(decoded(apart, near=True), decoded(on_the_cpu(model)))
+    found = []
+    with open_core(apart) as core:
+        for near in (False, True):
+            core._forwards._backend.near_links = near
+            builder = core._forwards.builder(GraphKey(n_tokens=1, n_kv=256, slot=0, output="last"))
+            try:
+                cut = cut_of(builder)
+                assert cut is not None
+                ops = [c_string(lib.ggml_op_name(n.op)) for p in cut.parts if p.backend == 1 for n in p.nodes]
+                found.append(Counter(ops))
+            finally:
+                builder.close()
+    far, here = found
+    assert here["MUL_MAT_ID"] == far["MUL_MAT_ID"] > 0
+    assert far["ADD"] > here["ADD"] == 0
 
 
 def test_copies_are_planned_within_their_budget_and_their_coverage_is_told(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import pytest
 
 from pyggml_dflash import UsageError
-from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.options import EngineOptions, HostMemory
 from pyggml_dflash.plan.streaming import AUTO_ROWS, StreamRequest, choose_streaming
 
 BESIDE_A_GPU: Final = StreamRequest(
@@ -27,10 +27,18 @@ def request(**options: Any) -> StreamRequest:
     return replace(BESIDE_A_GPU, **options)
 
 
-def test_experts_beside_a_gpu_are_streamed_from_a_fixed_number_of_rows_on() -> None:
-    found = choose_streaming(BESIDE_A_GPU)
-    assert (found.rows, found.pinned, found.may_be_left_out) == (AUTO_ROWS, False, True)
-    assert choose_streaming(request(memory="pinned")).pinned
+@pytest.mark.parametrize("memory", get_args(HostMemory))
+def test_experts_beside_a_gpu_are_streamed_from_a_fixed_number_of_rows_on(memory: HostMemory) -> None:
+    found = choose_streaming(request(memory=memory))
+    assert (found.rows, found.pinned, found.may_be_left_out) == (AUTO_ROWS[memory], memory == "pinned", True)
+
+
+def test_pinned_memory_pays_for_fewer_rows_and_a_target_without_it_waits_for_more() -> None:
+    pinned = choose_streaming(request(memory="pinned"))
+    assert AUTO_ROWS["pinned"] < AUTO_ROWS["pageable"]
+    assert pinned.in_ordinary_memory == choose_streaming(BESIDE_A_GPU)
+    asked = choose_streaming(request(memory="pinned", rows=300))
+    assert asked.in_ordinary_memory == choose_streaming(request(rows=300))
 
 
 def test_a_number_is_used_as_given_and_off_means_never() -> None:
@@ -44,15 +52,16 @@ def test_a_number_is_used_as_given_and_off_means_never() -> None:
     [
         *OBSTACLES,
         ({"target": "rpc"}, "over a network"),
-        ({"most_rows": AUTO_ROWS - 1}, "no chunk has 1024 rows"),
+        ({"most_rows": 1023}, "no chunk has 1024 rows"),
     ],
 )
 def test_auto_leaves_them_where_streaming_cannot_work_or_pay(options: dict[str, Any], reason: str) -> None:
     found = choose_streaming(request(**options))
     assert (found.rows, found.may_be_left_out) == (0, False)
     assert reason in found.reason
+    few = {**options, "most_rows": AUTO_ROWS["pinned"] - 1} if "most_rows" in options else options
     with pytest.raises(UsageError, match="expert_memory is 'pinned'"):
-        choose_streaming(request(memory="pinned", **options))
+        choose_streaming(request(memory="pinned", **few))
 
 
 @pytest.mark.parametrize(("options", "reason"), OBSTACLES)

@@ -406,7 +406,7 @@ def test_a_stream_read_in_a_forked_child_raises(long_llama: Path) -> None:
 
 
 INTERRUPTED_ANYWHERE = """
-import gc, os, random, signal, threading, time
+import gc, os, random, signal, sys, threading, time
 from tests.engine.tiny import QWEN3, opened
 random.seed(1)
 n_interrupted = 0
@@ -426,17 +426,18 @@ for _ in range(120):
         n_interrupted += 1
     sender.join()
 gc.collect()
-for thread in threading.enumerate():
-    if thread.name == "dflash-engine":
-        thread.join(1)
-print(n_interrupted > 60, [thread.name for thread in threading.enumerate()])
+for _ in range(300):  # Python's own list can keep one whose start was interrupted, although it has ended
+    if len(sys._current_frames()) == 1:
+        break
+    time.sleep(0.01)
+print(n_interrupted > 60, len(sys._current_frames()))
 """
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a signal that is sent to one process")
 def test_an_interrupt_anywhere_in_opening_leaves_no_thread() -> None:
     done = program(INTERRUPTED_ANYWHERE, warnings="ignore")
-    assert (done.returncode, done.stdout) == (0, "True ['MainThread']\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "True 1\n"), done.stderr
 
 
 # memory that lacks
@@ -475,10 +476,10 @@ def test_a_load_that_lacks_memory_anywhere_says_so_and_leaves_nothing(
         for label in order
     }
     assert {"products", "graphs", "draft graphs", "state", "inputs"} <= set(places)
-    for label, n in places.items():
+    for n in places.values():
         with leaks_collected() as leaks, monkeypatch.context() as patch:
-            charges(patch, fails=lambda seen, n=n: len(seen) > n)  # type: ignore[misc]
+            seen = charges(patch, fails=lambda seen, n=n: len(seen) > n)  # type: ignore[misc]
             failure = error_of(lambda: opened(QWEN35, device_cap={"CPU": 2**30}, **options))
         assert isinstance(failure, DeviceMemoryError), failure
-        assert label in str(failure)
+        assert seen[-1] in str(failure)  # where it was the last time, but for steps that time decides
         assert leaks == []

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.graph_cache import GraphCache
 from pyggml_dflash.ggml.graph import StepGraph, measure_scratch
 from pyggml_dflash.ggml.ops import GraphBuilder
@@ -16,6 +17,7 @@ from tests.tiny import Tiny, tokens, write_tiny
 
 N_CTX = 1024
 N_SLOTS = 4
+TAIL = N_CTX - 128 + TILE_ROWS - 1  # a prompt whose last chunk takes most
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen35", "qwen35moe", "qwen4exp"])
@@ -56,7 +58,8 @@ def test_four_long_prompts_take_what_was_planned(model: Path, monkeypatch: pytes
         scratch = note_scratch(monkeypatch)
         graphs = set()
         for slot in core.slots:
-            fill(core, tokens(N_CTX - 20, seed=slot.id), slot.id)
+            for n in (TAIL, N_CTX - 20):  # a tail with the largest mask, and one that decoding follows
+                fill(core, tokens(n, seed=slot.id), slot.id)
             graphs.add(ledger.by_label("CPU")["graphs"])
         assert len(graphs) == 1  # the first slot's chunks took all the memory that any slot's do
         core._forwards.decode_batch(core.slots, [7] * N_SLOTS, capture=0 if spec == "mtp" else None)

@@ -505,6 +505,7 @@ class Engine:
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
         cache_prompt: bool = True,
+        ignore_eos: bool = False,
         constraint: Constraint | None = None,
         reasoning_budget: int = -1,
         progress: ProgressCallback | None = None,
@@ -526,6 +527,7 @@ class Engine:
             (spec, spec_width),
             cache_prompt=cache_prompt,
             keep_head=bool(tools),
+            ignore_eos=ignore_eos,
             continues_text=False,
             constraint=constraint,
             reasoning_block=self.reasoning_block(prompt, reasoning_budget),
@@ -545,6 +547,7 @@ class Engine:
         spec: Spec | None = None,
         spec_width: int | Auto | None = None,
         cache_prompt: bool = True,
+        ignore_eos: bool = False,
         constraint: Constraint | None = None,
         reasoning_budget: int = -1,
     ) -> GenerationResult:
@@ -560,6 +563,7 @@ class Engine:
             spec=spec,
             spec_width=spec_width,
             cache_prompt=cache_prompt,
+            ignore_eos=ignore_eos,
             constraint=constraint,
             reasoning_budget=reasoning_budget,
         ) as stream:

@@ -49,7 +49,7 @@ class BatchRequest:
     spec_width: int | Auto | None = None
     cache_prompt: bool = True
     constraint: Constraint | None = None
-    ignore_eos: bool = False  # with a prompt
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -58,8 +58,6 @@ class BatchRequest:
         templated = (self.tools, self.reasoning, self.reasoning_budget) != (None, None, -1)
         if self.messages is None and templated:
             raise UsageError("tools and reasoning go through the chat template: they need messages")
-        if self.messages is not None and self.ignore_eos:
-            raise UsageError("ignore_eos goes with a prompt; an answer to messages ends as the model says")
         GenerationRequest(  # refuses what is wrong with the rest
             tokens=(0,),
             max_tokens=self.max_tokens,
@@ -87,6 +85,7 @@ class BatchRequest:
                 spec=self.spec,
                 spec_width=self.spec_width,
                 cache_prompt=self.cache_prompt,
+                ignore_eos=self.ignore_eos,
                 constraint=self.constraint,
                 reasoning_budget=self.reasoning_budget,
             )

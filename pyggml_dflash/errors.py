@@ -65,6 +65,11 @@ class UsageError(DflashError, ValueError):
 
     exit_code = 2
 
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        """`param`: the path of the member that was refused, where the value came in a request's body."""
+        self.param = param
+        super().__init__(message)
+
 
 class ModelFileError(DflashError):
     """A model file cannot be used."""

@@ -38,6 +38,15 @@ MAX_BIAS: Final = sys.float_info.max
 MAX_WIDTH: Final = 16  # rows of a verify forward
 MIN_STREAM_ROWS: Final = 128  # more than decode and verify forwards have, so that only prompts can differ
 MAX_PREFIXES: Final = 63  # states in memory
+# Numbers that choose tokens: the least, the most, and whether the least itself is left out.
+SAMPLING_RANGES: Final[Mapping[str, tuple[float, float, bool]]] = {
+    "temperature": (0, 100, False),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, False),
+    "repetition_penalty": (0, 100, True),
+    "frequency_penalty": (-100, 100, False),
+    "presence_penalty": (-100, 100, False),
+}
 
 
 def refusal(name: str, value: object, wanted: str) -> UsageError:
@@ -46,6 +55,8 @@ def refusal(name: str, value: object, wanted: str) -> UsageError:
         shown = repr(value)
     except ValueError:  # Python does not print integers of thousands of digits
         shown = f"a number of {type(value).__name__} with thousands of digits"
+    except RecursionError:
+        shown = "nested too deeply to be shown"
     return UsageError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {wanted}")
 
 
@@ -314,13 +325,9 @@ class SamplingOptions:
     seed: int | None = None  # None: a fresh one per request, reported unless drafts are drawn with it
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, 0, 100)
+        for name, (low, high, above) in SAMPLING_RANGES.items():
+            check_number(name, getattr(self, name), low, high, above=above)
         check_int("top_k", self.top_k, 0)
-        check_number("top_p", self.top_p, 0, 1, above=True)
-        check_number("min_p", self.min_p, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
-        check_number("frequency_penalty", self.frequency_penalty, -100, 100)
-        check_number("presence_penalty", self.presence_penalty, -100, 100)
         if self.seed is not None:
             check_int("seed", self.seed, 0, MAX_SEED)
         if not isinstance(self.logit_bias, Mapping):

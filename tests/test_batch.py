@@ -131,7 +131,6 @@ def test_what_is_no_iterable_of_requests_is_refused(engine: Engine, requests: An
         ({"messages": FOX, "reasoning_budget": -2}, "reasoning_budget is -2"),
         ({"prompt": "a", "constraint": "[a-z]"}, "constraint is"),
         ({"prompt": "a", "cache_prompt": 1}, "cache_prompt is 1"),
-        ({"messages": FOX, "ignore_eos": True}, "ignore_eos goes with a prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": "a", "stop": ["x"]}, "stop is"),
         ({"prompt": "a", "sampling": None}, "sampling is None"),

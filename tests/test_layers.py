@@ -26,6 +26,7 @@ LAYERS: Final = {
     "pyggml_dflash.engine": 6,
     "pyggml_dflash.api": 7,
     "pyggml_dflash.batch": 7,
+    "pyggml_dflash.openai": 7,
     "pyggml_dflash.streams": 7,
     "pyggml_dflash": 7,  # its names are those of `api` and of layer 0
     "pyggml_dflash.serve": 8,

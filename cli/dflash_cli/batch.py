@@ -18,13 +18,13 @@ from dflash_cli.main import INTERRUPTED
 from dflash_cli.params import Text, WholeNumber
 from dflash_cli.ui import ProgressBars, say
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.jsonl.bodies import Defaults
 from pyggml_dflash.jsonl.files import LineBatch, settings_digest
 from pyggml_dflash.jsonl.lines import Format
 from pyggml_dflash.jsonl.on_ray import RayOptions, answer_on_ray, check_ray
 from pyggml_dflash.jsonl.output import Existing
 from pyggml_dflash.jsonl.records import Record
 from pyggml_dflash.jsonl.worker import LineWorker, fitting
+from pyggml_dflash.openai.asks import Defaults
 from pyggml_dflash.options import EngineOptions, SamplingOptions
 
 FAILED_LINES: Final = 5

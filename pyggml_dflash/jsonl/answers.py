@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pyggml_dflash.api import CallEnd, Engine, ParsedAnswer
 from pyggml_dflash.batch import BatchRequest
-from pyggml_dflash.jsonl.bodies import Ask
+from pyggml_dflash.openai.asks import Ask
 from pyggml_dflash.requests import GenerationResult, TokenLogprob
 
 NO_LOGPROB: Final = -9999.0  # OpenAI's figure for a token that cannot be

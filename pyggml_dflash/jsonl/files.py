@@ -13,10 +13,10 @@ from typing import BinaryIO, Final
 
 from pyggml_dflash.api import DEFAULT_MODEL
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.jsonl.bodies import Defaults
 from pyggml_dflash.jsonl.lines import Format, Task, TaskReader, find_format, read_lines
 from pyggml_dflash.jsonl.output import Existing, OutputFile, Progress
 from pyggml_dflash.jsonl.records import Record, digest_of
+from pyggml_dflash.openai.asks import Defaults
 from pyggml_dflash.options import EngineOptions
 
 _GGUF: Final = b"GGUF"

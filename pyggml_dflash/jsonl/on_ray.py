@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import DflashError, UsageError
-from pyggml_dflash.jsonl.bodies import Defaults
 from pyggml_dflash.jsonl.lines import Task
 from pyggml_dflash.jsonl.records import Record
 from pyggml_dflash.jsonl.worker import LineWorker
+from pyggml_dflash.openai.asks import Defaults
 from pyggml_dflash.options import EngineOptions, check_int, check_number
 
 LOCAL: Final = "local"

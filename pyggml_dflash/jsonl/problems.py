@@ -33,11 +33,13 @@ class LineProblem:
     code: str
     message: str
     numbers: Mapping[str, int | None] = field(default_factory=dict)
+    param: str | None = None  # the member that is to blame
 
     @property
     def body(self) -> dict[str, Any]:
         """The body of the response."""
-        detail = {"message": self.message, "type": _TYPES[self.status], "param": None, "code": self.code}
+        kind = _TYPES[self.status]
+        detail = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**detail, **self.numbers}}
 
     @property
@@ -54,9 +56,9 @@ class Refused(Exception):
         super().__init__(problem.message)
 
 
-def refused(code: str, message: str, *, status: int = 400) -> Refused:
+def refused(code: str, message: str, *, status: int = 400, param: str | None = None) -> Refused:
     """The error for a line that cannot be a request."""
-    return Refused(LineProblem(status, code, message))
+    return Refused(LineProblem(status, code, message, param=param))
 
 
 def problem_of(error: Exception) -> LineProblem:
@@ -66,7 +68,9 @@ def problem_of(error: Exception) -> LineProblem:
     if isinstance(error, ContextOverflowError):
         numbers = {"n_ctx": error.n_ctx, "n_prompt": error.n_prompt, "max_tokens": error.max_tokens}
         return LineProblem(400, "context_length_exceeded", str(error), numbers)
-    if isinstance(error, (UsageError, ModelFileError)):  # of a file: its chat template cannot be used
+    if isinstance(error, UsageError):
+        return LineProblem(400, "invalid_value", str(error), param=error.param)
+    if isinstance(error, ModelFileError):  # its chat template cannot be used
         return LineProblem(400, "invalid_value", str(error))
     if isinstance(error, DeviceMemoryError):
         return LineProblem(503, "out_of_memory", str(error))

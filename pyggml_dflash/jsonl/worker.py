@@ -9,10 +9,12 @@ from pyggml_dflash.api import Engine
 from pyggml_dflash.batch import SPARE, BatchRequest, InFlight, Streams
 from pyggml_dflash.errors import Cancelled, EngineClosed
 from pyggml_dflash.jsonl.answers import body_of
-from pyggml_dflash.jsonl.bodies import Ask, Defaults, understand
+from pyggml_dflash.jsonl.bodies import understand
 from pyggml_dflash.jsonl.lines import Task
 from pyggml_dflash.jsonl.problems import problem_of, refused
 from pyggml_dflash.jsonl.records import Record, answered, failed
+from pyggml_dflash.openai.asks import Ask, Defaults, other_model
+from pyggml_dflash.openai.forms import held_to
 
 
 def fitting(defaults: Defaults, engine: Engine) -> Defaults:
@@ -52,17 +54,13 @@ class LineWorker:
 
     def _requests(self, ask: Ask) -> list[BatchRequest]:
         """What is to be answered; calls that are demanded have the form that the model writes them in."""
-        calls = ask.calls
-        if not calls.demanded:
-            return ask.all_requests
-        form = self._engine.tool_constraint(calls.tools, name=calls.name, parallel=not calls.one)
+        form = held_to(self._engine, ask.calls, ask.requests[0].constraint)
         return [replace(request, constraint=form) for request in ask.all_requests]
 
     def _model(self, ask: Ask) -> str:
         """The name that the answer bears; refuses that of a model which is not there."""
-        info = self._engine.info
-        own = (*self._defaults.model_names, info.name)
-        if ask.model is not None and ask.model not in (*own, info.model.stem, info.model.name):
-            message = f"the model {ask.model[:80]!r} is not here; there is {own[0]!r}"
-            raise refused("model_not_found", message, status=404)
-        return ask.model or own[0]
+        info, names = self._engine.info, self._defaults.model_names
+        problem = other_model(ask.model, names, info)
+        if problem is not None:
+            raise refused("model_not_found", problem, status=404, param="model")
+        return ask.model or (*names, info.name)[0]

@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
-from pydantic import Field
+from typing import Annotated, Final
 
-from pyggml_dflash.serve.bodies import RequestBody, ResponseBody, json_response
+from fastapi import APIRouter, Response
+from pydantic import WithJsonSchema
+
+from pyggml_dflash.openai.values import FLAG, record
+from pyggml_dflash.serve.bodies import Object, ResponseBody, json_response
 from pyggml_dflash.serve.documents import responses
 from pyggml_dflash.serve.service import Service
 
-
-class ParkRequest(RequestBody):
-    """POST /admin/park."""
-
-    cancel: bool = Field(False, description="End answers that run; else they come to their own end first.")
+_PARK: Final = record(
+    {"cancel": FLAG.about("End answers that run; if absent, they come to their own end first.")}
+)
+ParkBody = Annotated[Object, WithJsonSchema(dict(_PARK.schema))]
 
 
 class Parked(ResponseBody):
@@ -41,9 +43,11 @@ def admin_routes(service: Service) -> APIRouter:
         return json_response(Trimmed(released_bytes=await service.trim()))
 
     @router.post("/park", responses=responses(Parked, 400, 401, 403, 413, 500, 503))
-    async def park(body: ParkRequest | None = None) -> Response:
+    async def park(body: ParkBody | None = None) -> Response:
         """Give the model's memory back; until it is unparked, requests are refused with 503."""
-        await service.park(cancel=body is not None and body.cancel)
+        found = {} if body is None else body
+        _PARK.check("", found)
+        await service.park(cancel=bool(found.get("cancel")))
         return json_response(Parked(parked=service.engine.parked))
 
     @router.post("/unpark", responses=responses(Parked, 401, 403, 413, 500, 503))

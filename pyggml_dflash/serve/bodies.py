@@ -6,46 +6,23 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from fastapi import Body, Response
+from pydantic import BaseModel, ConfigDict, PlainValidator
 from pydantic_core import PydanticSerializationError
 
 # Valid in JSON, but line ends to many programs that read a stream by lines.
 _LINE_ENDS: Final = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
 
-Ignored = Annotated[Any, Field(description="Accepted; it changes nothing here.")]
-Unsupported = Annotated[None, Field(description="Not supported: refused unless null or absent.")]
+
+def _whole_object(value: object) -> dict[str, Any]:
+    """A body that is an object; what is in it is checked where its members are known."""
+    if not isinstance(value, dict):
+        raise ValueError("it must be an object")
+    return value
 
 
-TAG_MARK: Final = "*"  # begins the tags of `by_type`, which are no part of a field's name
-
-
-def tag(type: str) -> Tag:
-    """Marks the member of a union that is for values of a type."""
-    return Tag(TAG_MARK + type)
-
-
-def by_type(*types: str) -> Discriminator:
-    """Chooses the member of a union by a value's `type`, so that a refusal is about that member only.
-
-    A value without a type has the first one.
-    """
-
-    def of(value: Any) -> str | None:
-        found = value.get("type", types[0]) if isinstance(value, dict) else getattr(value, "type", None)
-        return TAG_MARK + found if isinstance(found, str) and found in types else None
-
-    return Discriminator(
-        of,
-        custom_error_type="unknown_kind",
-        custom_error_message=f"its type must be {' or '.join(map(repr, types))}",
-    )
-
-
-class RequestBody(BaseModel):
-    """A request: unknown names are refused, and no value is taken for one of another type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+# A request's body as FastAPI reads it; what its members may be is the table's to check and to document.
+Object = Annotated[dict[str, Any], Body(), PlainValidator(_whole_object)]
 
 
 class ResponseBody(BaseModel):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request, Response
+from pydantic import WithJsonSchema
 
 from pyggml_dflash.api import (
     AnswerEvent,
@@ -19,15 +20,14 @@ from pyggml_dflash.api import (
     ReasoningDelta,
     ToolCall,
 )
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.openai.asks import Ask, chat_ask
+from pyggml_dflash.openai.fields import CHAT
+from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.requests import GenerationResult, TokenLogprob
 from pyggml_dflash.serve.answers import Answers
-from pyggml_dflash.serve.bodies import json_bytes
+from pyggml_dflash.serve.bodies import Object, json_bytes
 from pyggml_dflash.serve.documents import answer_responses
-from pyggml_dflash.serve.fields import check_count, stop_texts
-from pyggml_dflash.serve.forms import form_of, held_to
 from pyggml_dflash.serve.openai_bodies import (
-    AnswerFields,
     CallBody,
     CallDelta,
     CalledFunction,
@@ -38,7 +38,6 @@ from pyggml_dflash.serve.openai_bodies import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatRequest,
     FunctionDelta,
     TokenBody,
     TopToken,
@@ -49,12 +48,13 @@ from pyggml_dflash.serve.openai_bodies import (
 )
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
-from pyggml_dflash.serve.questions import Question, chat_prompt, check_choices
+from pyggml_dflash.serve.questions import Question, chat_question, check_choices
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
-from pyggml_dflash.serve.tool_fields import offer
 
 DONE: Final = b"data: [DONE]\n\n"
+
+ChatBody = Annotated[Object, WithJsonSchema(dict(CHAT.schema))]
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -62,76 +62,29 @@ def chat_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/chat/completions", responses=answer_responses(ChatCompletion), tags=["OpenAI"])
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        question = await off_loop(lambda: ask(service, body))
-        questions = question.times(body.n or 1)
-        usage = wants_usage(body)
+        asked, questions = await off_loop(lambda: ask(service, body))
 
         def writer(answers: Answers) -> ChatWriter:
-            return ChatWriter(service, answers, include_usage=usage)
+            return ChatWriter(service, answers, include_usage=asked.include_usage)
 
-        return await reply(request, service, questions, writer, stream=bool(body.stream))
+        return await reply(request, service, questions, writer, stream=asked.stream)
 
     return router
 
 
-def wants_usage(body: AnswerFields) -> bool:
-    """True if a stream is to end with counts."""
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
-
-
-def ask(service: Service, body: ChatRequest) -> Question:
-    """The question of a request. Renders and tokenizes: not for the event loop."""
-    options, engine = service.options, service.engine
-    service.check_model(body.model)
+def ask(service: Service, body: Mapping[str, Any]) -> tuple[Ask, Sequence[Question]]:
+    """What a request asks for. Renders and tokenizes: not for the event loop."""
+    engine, options = service.engine, service.options
+    asked = chat_ask(body, service.defaults)
+    (request,) = asked.requests
+    assert request.messages is not None
+    service.check_model(asked.model)
     service.desk.check_room(1)
-    check_count(body.messages, options.max_messages)
-    check_choices(body.n or 1, options.max_choices)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise UsageError(f"top_logprobs is {body.top_logprobs}, but logprobs is not true")
-    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    if body.max_completion_tokens not in (None, max_tokens):
-        raise UsageError("max_tokens and max_completion_tokens differ; give one")
-    offered = offer(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    messages = [message.for_template() for message in body.messages]
-    thinks = reasoning(body)
-    prompt = chat_prompt(
-        engine,
-        messages,
-        tools=offered.tools,
-        reasoning=thinks,
-        budget=options.budget(body.reasoning_budget, reasoning=thinks),
-    )
-    return Question(
-        tokens=prompt.tokens,
-        max_tokens=options.default_max_tokens if max_tokens is None else max_tokens,
-        sampling=body.sampling(options.sampling),
-        stop=stop_texts(body.stop),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        spec=body.spec,
-        ignore_eos=bool(body.ignore_eos),
-        parser=prompt.parser,
-        reasoning_block=prompt.reasoning_block,
-        one_call=offered.one_call,
-        constraint=held_to(engine, offered, response_format=form_of(body.response_format), **body.forms()),
-        cache_prompt=body.cache_prompt is not False,
-        keep_head=bool(offered.tools),
-    )
-
-
-def reasoning(body: ChatRequest) -> bool | None:
-    """Whether the model is to think first; None leaves it to the template."""
-    switches = body.chat_template_kwargs
-    said = {
-        "reasoning_effort": None if body.reasoning_effort is None else body.reasoning_effort != "none",
-        "chat_template_kwargs.enable_thinking": None if switches is None else switches.enable_thinking,
-        "chat_template_kwargs.thinking": None if switches is None else switches.thinking,
-    }
-    given = {name: value for name, value in said.items() if value is not None}
-    if len(set(given.values())) > 1:
-        raise UsageError(f"{' and '.join(given)} contradict each other; give one")
-    return next(iter(given.values()), None)
+    check_items("messages", request.messages, options.max_messages)
+    check_choices(asked.n, options.max_choices)
+    return asked, chat_question(engine, request, asked.calls).times(asked.n)
 
 
 class ChatWriter:

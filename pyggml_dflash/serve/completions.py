@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import WithJsonSchema
 
 from pyggml_dflash.api import ContentDelta
+from pyggml_dflash.openai.asks import Ask, completion_ask
+from pyggml_dflash.openai.fields import COMPLETION
+from pyggml_dflash.openai.forms import held_to
+from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.requests import TokenLogprob
 from pyggml_dflash.serve.answers import Answers
-from pyggml_dflash.serve.bodies import json_bytes
-from pyggml_dflash.serve.chat import DONE, wants_usage
+from pyggml_dflash.serve.bodies import Object, json_bytes
+from pyggml_dflash.serve.chat import DONE
 from pyggml_dflash.serve.documents import answer_responses
-from pyggml_dflash.serve.fields import check_count, stop_texts
-from pyggml_dflash.serve.forms import held_to
 from pyggml_dflash.serve.openai_bodies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
     finite,
     timings_body,
     usage_body,
@@ -30,7 +33,8 @@ from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.questions import Question, check_choices
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
-from pyggml_dflash.serve.tool_fields import Offer
+
+CompletionBody = Annotated[Object, WithJsonSchema(dict(COMPLETION.schema))]
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -38,55 +42,33 @@ def completion_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions", responses=answer_responses(Completion), tags=["OpenAI"])
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
-        questions = await off_loop(lambda: ask(service, body))
-        usage = wants_usage(body)
+        asked, questions = await off_loop(lambda: ask(service, body))
 
         def writer(answers: Answers) -> CompletionWriter:
-            return CompletionWriter(service, answers, include_usage=usage)
+            return CompletionWriter(service, answers, include_usage=asked.include_usage)
 
-        return await reply(request, service, questions, writer, stream=bool(body.stream))
+        return await reply(request, service, questions, writer, stream=asked.stream)
 
     return router
 
 
-def ask(service: Service, body: CompletionRequest) -> list[Question]:
-    """The questions of a request, prompt by prompt. Tokenizes: not for the event loop."""
+def ask(service: Service, body: Mapping[str, Any]) -> tuple[Ask, list[Question]]:
+    """What a request asks for, prompt by prompt. Tokenizes: not for the event loop."""
     options, engine = service.options, service.engine
-    service.check_model(body.model)
+    asked = completion_ask(body, service.defaults)
+    service.check_model(asked.model)
     service.desk.check_room(1)
-    prompts = prompts_of(body)
-    check_count(prompts, options.max_messages, "prompt")
-    check_choices((body.n or 1) * len(prompts), options.max_choices)
-    constraint = held_to(engine, Offer(tools=None), **body.forms())
+    check_items("prompt", asked.requests, options.max_messages)
+    check_choices(asked.n * len(asked.requests), options.max_choices)
+    constraint = held_to(engine, asked.calls, asked.requests[0].constraint)
     questions: list[Question] = []
-    for prompt in prompts:
-        tokens = engine.tokenize(prompt) if isinstance(prompt, str) else prompt
-        question = Question(
-            tokens=tuple(tokens),
-            max_tokens=options.default_max_tokens if body.max_tokens is None else body.max_tokens,
-            sampling=body.sampling(options.sampling),
-            stop=stop_texts(body.stop),
-            logprobs=body.logprobs,
-            spec=body.spec,
-            ignore_eos=bool(body.ignore_eos),
-            continues_text=True,
-            constraint=constraint,
-            cache_prompt=body.cache_prompt is not False,
-        )
-        questions += question.times(body.n or 1)
-    return questions
-
-
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """Texts or token ids."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
-    return [item for item in prompt if not isinstance(item, int)]
+    for request in asked.requests:
+        assert request.prompt is not None
+        tokens = engine.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        questions += Question.of(request, tokens, constraint=constraint).times(asked.n)
+    return asked, questions
 
 
 class CompletionWriter:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import WithJsonSchema
 
+from pyggml_dflash.batch import BatchRequest
 from pyggml_dflash.errors import UsageError
+from pyggml_dflash.openai.asks import Body, sampling_of
+from pyggml_dflash.openai.forms import Calls, calls_of, format_of, only_form
+from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, BlockStart, blocks_of
-from pyggml_dflash.serve.bodies import json_bytes, json_response
+from pyggml_dflash.serve.bodies import Object, json_bytes, json_response
 from pyggml_dflash.serve.documents import answer_responses
-from pyggml_dflash.serve.fields import check_count, with_given
-from pyggml_dflash.serve.forms import form_of, held_to
 from pyggml_dflash.serve.messages_bodies import (
-    CountRequest,
+    COUNTED,
+    MESSAGES,
     MessageBody,
-    MessagesRequest,
     MessageUsage,
     StopReason,
     TextOutput,
@@ -31,10 +34,12 @@ from pyggml_dflash.serve.messages_bodies import (
 from pyggml_dflash.serve.messages_turns import beginning, is_begun, turns_of
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
-from pyggml_dflash.serve.questions import ChatPrompt, Question, chat_prompt
+from pyggml_dflash.serve.questions import Question, chat_prompt, chat_question
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
-from pyggml_dflash.serve.tool_fields import Offer, offer
+
+MessagesBody = Annotated[Object, WithJsonSchema(dict(MESSAGES.schema))]
+CountedBody = Annotated[Object, WithJsonSchema(dict(COUNTED.schema))]
 
 
 def message_routes(service: Service) -> APIRouter:
@@ -42,78 +47,93 @@ def message_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["Anthropic"])
 
     @router.post("/v1/messages", responses=answer_responses(MessageBody, anthropic=True))
-    async def messages(body: MessagesRequest, request: Request) -> Response:
+    async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation."""
         question = await off_loop(lambda: ask(service, body))
 
         def writer(answers: Answers) -> MessageWriter:
             return MessageWriter(service, answers)
 
-        return await reply(request, service, [question], writer, stream=bool(body.stream))
+        return await reply(request, service, [question], writer, stream=bool(body.get("stream")))
 
     @router.post("/v1/messages/count_tokens", responses=answer_responses(TokenCount, anthropic=True))
-    async def count_tokens(body: CountRequest) -> Response:
+    async def count_tokens(body: CountedBody) -> Response:
         """Count the tokens of a conversation."""
-        prompt = await off_loop(lambda: prompt_of(service, body, offered(body)))
-        return json_response(TokenCount(input_tokens=len(prompt.tokens)))
+        return json_response(await off_loop(lambda: count(service, body)))
 
     return router
 
 
-def ask(service: Service, body: MessagesRequest) -> Question:
+def ask(service: Service, body: Body) -> Question:
     """The question of a request. Renders and tokenizes: not for the event loop."""
+    MESSAGES.check("", body)
+    service.check_model(body.get("model"))
     service.desk.check_room(1)
-    tools = offered(body)
-    prompt = prompt_of(service, body, tools)
-    form = form_of(None if body.output_config is None else body.output_config.format)
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    return Question(
-        tokens=prompt.tokens,
-        max_tokens=body.max_tokens,
-        sampling=with_given(service.options.sampling, given),
-        stop=tuple(body.stop_sequences or ()),
-        parser=prompt.parser,
-        reasoning_block=prompt.reasoning_block,
-        one_call=tools.one_call,
-        constraint=held_to(service.engine, tools, **{"output_config.format": form}),
-        cache_prompt=body.cache_prompt is not False,
-        keep_head=bool(tools.tools),
-    )
+    request = request_of(service, body)
+    return chat_question(service.engine, request, calls_in(body), begun=beginning(body))
 
 
-def offered(body: CountRequest) -> Offer:
-    """What the model may call."""
-    single = None if body.tool_choice is None else body.tool_choice.disable_parallel_tool_use
-    return offer(body.tools, body.tool_choice, parallel=None if single is None else not single)
-
-
-def prompt_of(service: Service, body: CountRequest, tools: Offer) -> ChatPrompt:
-    """The conversation as the model reads it."""
-    service.check_model(body.model)
-    check_count(body.messages, service.options.max_messages)
-    engine, options = service.engine, service.options
-    thinks = reasoning(body, can_think=engine.info.reasoning_supported)
-    return chat_prompt(
-        engine,
-        turns_of(body),
-        tools=tools.tools,
-        reasoning=thinks,
-        budget=options.budget(
-            None if body.thinking is None else body.thinking.budget_tokens, reasoning=thinks
-        ),
+def count(service: Service, body: Body) -> TokenCount:
+    """How long the prompt of a request would be. Renders and tokenizes: not for the event loop."""
+    COUNTED.check("", body)
+    service.check_model(body.get("model"))
+    request = request_of(service, body)
+    assert request.messages is not None
+    prompt = chat_prompt(
+        service.engine,
+        request.messages,
+        tools=request.tools,
+        reasoning=request.reasoning,
+        budget=request.reasoning_budget,
         begun=beginning(body),
     )
+    return TokenCount(input_tokens=len(prompt.tokens))
 
 
-def reasoning(body: CountRequest, *, can_think: bool) -> bool | None:
+def request_of(service: Service, body: Body) -> BatchRequest:
+    """What a request asks of the engine, but for the beginning of the answer."""
+    check_items("messages", body["messages"], service.options.max_messages)
+    calls, form = calls_in(body), format_of((body.get("output_config") or {}).get("format"))
+    said = reasoning(body, can_think=service.engine.info.reasoning_supported)
+    thinks, budget = service.defaults.thinking(said, (body.get("thinking") or {}).get("budget_tokens"))
+    return BatchRequest(
+        messages=turns_of(body),
+        tools=calls.tools,
+        reasoning=thinks,
+        reasoning_budget=budget,
+        max_tokens=body.get("max_tokens"),
+        sampling=sampling_of(body, service.defaults.sampling),
+        stop=tuple(body.get("stop_sequences") or ()),
+        constraint=only_form({"output_config.format": form}, calls),
+        cache_prompt=body.get("cache_prompt") is not False,
+    )
+
+
+def calls_in(body: Body) -> Calls:
+    """What the model may call, in OpenAI's words."""
+    choice = body.get("tool_choice") or {"type": "auto"}
+    kind, name = choice["type"], choice.get("name")
+    if (kind == "tool") != (name is not None):
+        raise UsageError(f"tool_choice has type {kind!r} and name {name!r}", param="tool_choice")
+    functions = [{**tool, "parameters": tool["input_schema"]} for tool in body.get("tools") or ()]
+    return calls_of(
+        functions,
+        "required" if kind == "any" else kind,
+        name,
+        parallel=not choice.get("disable_parallel_tool_use"),
+    )
+
+
+def reasoning(body: Body, *, can_think: bool) -> bool | None:
     """Whether the model is to think first; None leaves it to the template."""
-    thinking = body.thinking
-    said = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
+    kind = (body.get("thinking") or {"type": "adaptive"})["type"]
+    said = None if kind == "adaptive" else kind == "enabled"
     if not is_begun(body):
         return said
     if said:
         raise UsageError(
-            "thinking is enabled, but the last message begins the answer; what it thinks comes first"
+            "thinking is enabled, but the last message begins the answer; what it thinks comes first",
+            param="thinking",
         )
     return False if can_think else said
 

@@ -2,120 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported, by_type, tag
-from pyggml_dflash.serve.fields import Count, StopText, Temperature, TopK, TopP
-from pyggml_dflash.serve.forms import MessagesSchemaFormat
-from pyggml_dflash.serve.tool_fields import MessagesTool, MessagesToolChoice
+from pyggml_dflash.openai.fields import CACHE_PROMPT, COUNT, MAX_STOPS, MODEL, SAMPLING, TOOL_NAME
+from pyggml_dflash.openai.values import (
+    FLAG,
+    IGNORED,
+    OBJECT,
+    TEXT,
+    UNSUPPORTED,
+    Value,
+    by_type,
+    choice,
+    either,
+    items,
+    record,
+    text,
+    typed,
+)
+from pyggml_dflash.serve.bodies import ResponseBody
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
+_CACHED: Final = {"cache_control": IGNORED}
+_TEXT: Final = typed("text", {"text": TEXT}, {**_CACHED, "citations": IGNORED})
+_TEXTS: Final = either(TEXT, items(_TEXT))
+_BLOCK: Final = by_type(
+    text=_TEXT,
+    thinking=typed("thinking", {"thinking": TEXT}, {"signature": IGNORED}),
+    tool_use=typed("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, {**_CACHED, "caller": IGNORED}),
+    tool_result=typed(
+        "tool_result",
+        {"tool_use_id": TEXT},
+        {
+            **_CACHED,
+            "content": _TEXTS,
+            "is_error": FLAG.about("Accepted; the model reads the content alone."),
+        },
+    ),
+)
+_MESSAGE: Final = record(
+    {"role": choice("user", "assistant"), "content": either(TEXT, items(_BLOCK))},
+    required=("role", "content"),
+)
+_TOOL: Final = record(
+    {
+        "type": choice("custom"),  # those that a server would run are not known here
+        "name": TOOL_NAME,
+        "description": TEXT,
+        "input_schema": OBJECT.about("JSON schema of the arguments, an object."),
+        "strict": IGNORED,
+        **_CACHED,
+    },
+    required=("name", "input_schema"),
+)
+_TOOL_CHOICE: Final = record(
+    {
+        "type": choice("auto", "any", "tool", "none"),
+        "name": TOOL_NAME.about("With 'tool': the one that must be called."),
+        "disable_parallel_tool_use": FLAG,
+    },
+    required=("type",),
+)
+_THINKING: Final = record(
+    {
+        "type": choice("enabled", "disabled", "adaptive"),
+        "budget_tokens": COUNT.about("Tokens after which thinking is closed."),
+        "display": choice("summarized").about("Thinking is shown as it is."),
+    },
+    required=("type",),
+).about("Whether the model thinks first; 'adaptive' leaves it to the chat template.")
 
-class TextBlock(RequestBody):
-    """Text of a message."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Ignored = None
-    citations: Ignored = None
-
-
-class ThinkingBlock(RequestBody):
-    """What the model thought in an earlier turn."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: Ignored = None
-
-
-class ToolUseBlock(RequestBody):
-    """A call of an earlier turn."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-    cache_control: Ignored = None
-    caller: Ignored = None
-
-
-class ToolResultBlock(RequestBody):
-    """What a call returned."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[TextBlock] | None = None
-    is_error: bool | None = Field(None, description="Accepted; the model reads the content alone.")
-    cache_control: Ignored = None
-
-
-MessageBlock = Annotated[
-    Annotated[TextBlock, tag("text")]
-    | Annotated[ThinkingBlock, tag("thinking")]
-    | Annotated[ToolUseBlock, tag("tool_use")]
-    | Annotated[ToolResultBlock, tag("tool_result")],
-    by_type("text", "thinking", "tool_use", "tool_result"),
-]
-
-
-class InputMessage(RequestBody):
-    """One message. Where the last one is the assistant's, the answer goes on where it stops."""
-
-    role: Literal["user", "assistant"]
-    content: str | list[MessageBlock]
-
-
-class Thinking(RequestBody):
-    """Whether the model thinks first; 'adaptive' leaves it to the chat template."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = Field(None, description="Tokens after which thinking is closed.")
-    display: Literal["summarized"] | None = Field(None, description="Thinking is shown as it is.")
-
-
-class OutputConfig(RequestBody):
-    """The form of the answer."""
-
-    format: MessagesSchemaFormat | None = None
-    effort: Ignored = None
-
-
-class CountRequest(RequestBody):
-    """POST /v1/messages/count_tokens."""
-
-    model: str | None = Field(None, description="A name that /v1/models lists; absent: the model there is.")
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[MessagesTool] | None = None
-    tool_choice: MessagesToolChoice | None = None
-    thinking: Thinking | None = None
-    cache_control: Ignored = None
-    output_config: OutputConfig | None = None
-    speed: Ignored = None
-    context_management: Unsupported = None
-    mcp_servers: Unsupported = None
-
-
-class MessagesRequest(CountRequest):
-    """POST /v1/messages."""
-
-    max_tokens: Count
-    stream: bool | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    cache_prompt: bool | None = Field(
-        None, description="false: no stored state is continued, none is stored."
-    )
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    inference_geo: Ignored = None
-    container: Unsupported = None
-    diagnostics: Unsupported = None
+_COUNTED: Final[Mapping[str, Value]] = {
+    "model": MODEL,
+    "messages": items(_MESSAGE, least=1).about(
+        "Where the last one is the assistant's, the answer goes on where it stops."
+    ),
+    "system": _TEXTS,
+    "tools": items(_TOOL),
+    "tool_choice": _TOOL_CHOICE,
+    "thinking": _THINKING,
+    "output_config": record({"format": typed("json_schema", {"schema": OBJECT}), "effort": IGNORED}).about(
+        "The form of the answer."
+    ),
+    "cache_control": IGNORED,
+    "speed": IGNORED,
+    "context_management": UNSUPPORTED,
+    "mcp_servers": UNSUPPORTED,
+}
+COUNTED: Final = record(_COUNTED, required=("messages",))
+MESSAGES: Final = record(
+    {
+        **_COUNTED,
+        "max_tokens": COUNT,
+        "stream": FLAG,
+        "stop_sequences": items(text(least=1), most=MAX_STOPS),
+        **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
+        "cache_prompt": CACHE_PROMPT,
+        **dict.fromkeys(("metadata", "service_tier", "inference_geo"), IGNORED),
+        **dict.fromkeys(("container", "diagnostics"), UNSUPPORTED),
+    },
+    required=("max_tokens", "messages"),
+)
 
 
 class TokenCount(ResponseBody):

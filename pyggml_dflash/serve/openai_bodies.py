@@ -1,95 +1,16 @@
-"""OpenAI's chat and text completions: what a request may have, and what an answer looks like. Layer 8."""
+"""What answers of OpenAI's chat and text completions look like. Layer 8."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from pyggml_dflash.requests import GenerationResult
-from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported
-from pyggml_dflash.serve.fields import (
-    ChatMessage,
-    Count,
-    ReasoningBudget,
-    SamplingFields,
-    StreamOptions,
-    TokenId,
-)
-from pyggml_dflash.serve.forms import FormFields, ResponseFormat
+from pyggml_dflash.serve.bodies import ResponseBody
 from pyggml_dflash.serve.parts import Ending, EndReason
-from pyggml_dflash.serve.tool_fields import ChatTool, ChatToolChoice, Choice
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 NO_LOGPROB = -9999.0  # OpenAI's figure for a token that cannot be
-
-
-class TemplateSwitches(RequestBody):
-    """Variables of the chat template."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-
-
-class AnswerFields(SamplingFields, FormFields):
-    """What chat and text completions have in common."""
-
-    model: str | None = Field(None, description="A name that /v1/models lists; absent: the model there is.")
-    n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Answers to the same prompt.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_prompt: bool | None = Field(
-        None, description="false: no stored state is continued, none is stored."
-    )
-    user: Ignored = None
-    metadata: Ignored = None
-
-
-class ChatRequest(AnswerFields):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: Effort | None = Field(
-        None, description="'none': no thinking; every other level: thinking, and levels are not told apart."
-    )
-    chat_template_kwargs: TemplateSwitches | None = None
-    reasoning_budget: ReasoningBudget | None = None
-    response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prediction: Ignored = None
-    tools: list[ChatTool] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: Choice | ChatToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
-    functions: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None
-
-
-class CompletionRequest(AnswerFields):
-    """POST /v1/completions."""
-
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    ) = Field(description="A text, token ids, or a list of either.")
-    max_tokens: Count | None = Field(None, description="Absent: as the server was started, not 16.")
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Unsupported = None
 
 
 class PromptDetails(ResponseBody):

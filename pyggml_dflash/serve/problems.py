@@ -26,12 +26,11 @@ from pyggml_dflash.errors import (
     QueueFullError,
     UsageError,
 )
-from pyggml_dflash.serve.bodies import TAG_MARK, json_response
+from pyggml_dflash.serve.bodies import json_response
 
 LOG: Final = logging.getLogger(__name__)
 ANTHROPIC_PATHS: Final = "/v1/messages"
 RETRY_AFTER_S: Final = 1
-_NO_NOISE: Final = frozenset({"body", "str", "int", "float", "bool", "function-after", "nullable"})
 
 # HTTP status -> type of OpenAI's error, type of Anthropic's
 _TYPES: Final = {
@@ -126,7 +125,9 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, ContextOverflowError):
         numbers = {"n_ctx": error.n_ctx, "n_prompt": error.n_prompt, "max_tokens": error.max_tokens}
         return Problem(400, str(error), code="context_length_exceeded", numbers=numbers)
-    if isinstance(error, (UsageError, ModelFileError)):  # of a file: its chat template cannot be used
+    if isinstance(error, UsageError):
+        return Problem(400, str(error), code="invalid_value", param=error.param)
+    if isinstance(error, ModelFileError):  # its chat template cannot be used
         return Problem(400, str(error), code="invalid_value")
     if isinstance(error, EngineClosed):
         return Problem(503, "the server is stopping", code="stopping")
@@ -151,46 +152,13 @@ def queue_full(message: str) -> Problem:
 
 
 def problem_of_validation(error: RequestValidationError) -> Problem:
-    """The field that cannot be used, by the path of names and indexes that leads to it."""
-    found = error.errors()
-    unreadable = next((e for e in found if e["type"] == "json_invalid"), None)
+    """Why a body is no JSON object; what is in it is checked by the routes."""
+    unreadable = next((e for e in error.errors() if e["type"] == "json_invalid"), None)
     if unreadable is not None:
         reason = unreadable.get("ctx", {}).get("error", "it cannot be read")
         return Problem(400, f"the body is no JSON: {reason}", code="invalid_json")
-    # Of a union's branches the one that fits best: it gets furthest, and refuses a value and not a type.
-    worst = max(found, key=lambda e: (len(_path(e)), not e["type"].endswith("_type")))
-    where = _path(worst)
-    if not where:
-        what = "the body must be a JSON object, sent with Content-Type: application/json"
-        return Problem(400, what, code="invalid_body")
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
-    return Problem(400, _refusal(name, worst), code="invalid_value", param=name)
-
-
-def _path(error: Mapping[str, Any]) -> tuple[int | str, ...]:
-    """The names that lead to a field, without what pydantic adds: `body`, and the branches of unions."""
-    loc: tuple[int | str, ...] = error["loc"]
-    n_given = 1 if error["type"] == "extra_forbidden" else 0
-    n = len(loc) - n_given
-    return tuple(part for part in loc[:n] if isinstance(part, int) or not _is_type(part)) + loc[n:]
-
-
-def _is_type(part: str) -> bool:
-    return part in _NO_NOISE or "[" in part or part.startswith(TAG_MARK) or part[:1].isupper()
-
-
-def _refusal(name: str, error: Mapping[str, Any]) -> str:
-    kind = error["type"]
-    if kind == "missing":
-        return f"{name} is missing"
-    if kind == "extra_forbidden":
-        return f"{name} is not known here; it would be ignored, so it is refused"
-    shown = ascii(error.get("input"))
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    if kind == "none_required":
-        return f"{name} is {shown}; this server does not support it"
-    message = str(error["msg"])
-    return f"{name} is {shown}; {message[:1].lower()}{message[1:]}"
+    what = "the body must be a JSON object, sent with Content-Type: application/json"
+    return Problem(400, what, code="invalid_body")
 
 
 def install(app: FastAPI) -> None:

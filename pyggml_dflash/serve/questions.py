@@ -12,8 +12,11 @@ from functools import partial
 from typing import Any
 
 from pyggml_dflash.api import AnswerParser, AsyncTextStream, Engine
+from pyggml_dflash.batch import BatchRequest
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.options import MAX_SEED, SamplingOptions, Spec
+from pyggml_dflash.openai.asks import with_seed
+from pyggml_dflash.openai.forms import Calls, held_to
+from pyggml_dflash.options import SamplingOptions, Spec
 from pyggml_dflash.requests import Constraint, ProgressCallback, ReasoningBlock
 from pyggml_dflash.serve.parts import Reader
 
@@ -36,6 +39,36 @@ class Question:
     constraint: Constraint | None = None  # what it must be, behind its reasoning
     cache_prompt: bool = True
     keep_head: bool = False  # many conversations begin with the same first turn
+
+    @classmethod
+    def of(
+        cls,
+        request: BatchRequest,
+        tokens: Sequence[int],
+        *,
+        constraint: Constraint | None,
+        parser: Callable[[], AnswerParser] | None = None,
+        reasoning_block: ReasoningBlock | None = None,
+        one_call: bool = False,
+        keep_head: bool = False,
+    ) -> Question:
+        """What a request asks, once its prompt is tokens and what its answer is held to is compiled."""
+        return cls(
+            tokens=tuple(tokens),
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            stop=request.stop,
+            logprobs=request.logprobs,
+            spec=request.spec,
+            ignore_eos=request.ignore_eos,
+            continues_text=request.messages is None,
+            parser=parser,
+            one_call=one_call,
+            reasoning_block=reasoning_block,
+            constraint=constraint,
+            cache_prompt=request.cache_prompt,
+            keep_head=keep_head,
+        )
 
     def reader(self) -> Reader:
         """What reads one answer."""
@@ -61,17 +94,38 @@ class Question:
 
     def times(self, n: int) -> tuple[Question, ...]:
         """`n` times the same question, each with a seed of its own where one was given."""
-        seed = self.sampling.seed
-        if seed is None:
-            return (self,) * n
-        seeds = [(seed + i) % (MAX_SEED + 1) for i in range(n)]
-        return tuple(replace(self, sampling=replace(self.sampling, seed=s)) for s in seeds)
+        return tuple(replace(self, sampling=with_seed(self.sampling, i)) for i in range(n))
 
 
 def check_choices(n: int, most: int) -> None:
     """Refuse a request for too many answers."""
     if n > most:
         raise UsageError(f"{n} answers are asked for; this server gives at most {most} to one request")
+
+
+def chat_question(engine: Engine, request: BatchRequest, calls: Calls, *, begun: str = "") -> Question:
+    """The question of a conversation. Renders, tokenizes and compiles: not for the event loop.
+
+    `begun` is the beginning of the answer, which the model continues.
+    """
+    assert request.messages is not None
+    prompt = chat_prompt(
+        engine,
+        request.messages,
+        tools=request.tools,
+        reasoning=request.reasoning,
+        budget=request.reasoning_budget,
+        begun=begun,
+    )
+    return Question.of(
+        request,
+        prompt.tokens,
+        parser=prompt.parser,
+        reasoning_block=prompt.reasoning_block,
+        one_call=calls.one,
+        constraint=held_to(engine, calls, request.constraint),
+        keep_head=bool(request.tools),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

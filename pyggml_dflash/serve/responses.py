@@ -5,30 +5,28 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request, Response
+from pydantic import WithJsonSchema
 
+from pyggml_dflash.batch import BatchRequest
+from pyggml_dflash.openai.asks import Body, sampling_of
+from pyggml_dflash.openai.forms import Calls, calls_of, format_of, only_form
+from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, BlockStart, blocks_of
-from pyggml_dflash.serve.bodies import json_bytes
+from pyggml_dflash.serve.bodies import Object, json_bytes
 from pyggml_dflash.serve.documents import answer_responses
-from pyggml_dflash.serve.fields import check_count, with_given
-from pyggml_dflash.serve.forms import form_of, held_to
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
-from pyggml_dflash.serve.questions import Question, chat_prompt
+from pyggml_dflash.serve.questions import Question, chat_question
 from pyggml_dflash.serve.responses_bodies import (
-    AnswerText,
+    RESPONSES,
     CachedDetails,
-    CallItem,
-    CallOutputItem,
     FailureBody,
     IncompleteDetails,
-    InputItem,
-    InputText,
     ItemStatus,
-    MessageItem,
     OutputCall,
     OutputItem,
     OutputMessage,
@@ -37,15 +35,15 @@ from pyggml_dflash.serve.responses_bodies import (
     OutputText,
     ReasoningDetails,
     ResponseObject,
-    ResponsesRequest,
     ResponseUsage,
     Status,
 )
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
-from pyggml_dflash.serve.tool_fields import Offer, offer
 
+ResponsesBody = Annotated[Object, WithJsonSchema(dict(RESPONSES.schema))]
 Turn = dict[str, Any]
+_TOOL_PARTS: Final = dict.fromkeys(("description", "parameters", "strict"))  # clients expect all of them
 _DELTAS: Final = {
     "reasoning": "response.reasoning_text",
     "text": "response.output_text",
@@ -58,62 +56,61 @@ def response_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/responses", responses=answer_responses(ResponseObject), tags=["OpenAI"])
-    async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation."""
+    async def create_response(body: ResponsesBody, request: Request) -> Response:
+        """Answer a conversation. Nothing is stored: each request brings the whole of it."""
         question = await off_loop(lambda: ask(service, body))
 
         def writer(answers: Answers) -> ResponseWriter:
             return ResponseWriter(service, answers, body, question)
 
-        return await reply(request, service, [question], writer, stream=bool(body.stream))
+        return await reply(request, service, [question], writer, stream=bool(body.get("stream")))
 
     return router
 
 
-def ask(service: Service, body: ResponsesRequest) -> Question:
+def ask(service: Service, body: Body) -> Question:
     """The question of a request. Renders and tokenizes: not for the event loop."""
-    options = service.options
-    service.check_model(body.model)
+    RESPONSES.check("", body)
+    service.check_model(body.get("model"))
     service.desk.check_room(1)
     turns = turns_of(body)
-    check_count(turns, options.max_messages, "input")
-    effort = None if body.reasoning is None else body.reasoning.effort
-    thinks = None if effort is None else effort != "none"
-    tools, engine = offered(body), service.engine
-    prompt = chat_prompt(
-        engine,
-        turns,
-        tools=tools.tools,
-        reasoning=thinks,
-        budget=options.budget(body.reasoning_budget, reasoning=thinks),
+    check_items("input", turns, service.options.max_messages)
+    effort = (body.get("reasoning") or {}).get("effort")
+    said = None if effort is None else effort != "none"
+    reasoning, budget = service.defaults.thinking(said, body.get("reasoning_budget"))
+    calls, form = calls_in(body), format_of((body.get("text") or {}).get("format"))
+    max_tokens = body.get("max_output_tokens")
+    request = BatchRequest(
+        messages=turns,
+        tools=calls.tools,
+        reasoning=reasoning,
+        reasoning_budget=budget,
+        max_tokens=service.defaults.max_tokens if max_tokens is None else max_tokens,
+        sampling=sampling_of(body, service.defaults.sampling),
+        constraint=only_form({"text.format": form}, calls),
+        cache_prompt=body.get("cache_prompt") is not False,
     )
-    max_tokens = options.default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
-    return Question(
-        tokens=prompt.tokens,
-        max_tokens=max_tokens,
-        sampling=with_given(options.sampling, {"temperature": body.temperature, "top_p": body.top_p}),
-        parser=prompt.parser,
-        reasoning_block=prompt.reasoning_block,
-        one_call=tools.one_call,
-        constraint=held_to(
-            engine, tools, **{"text.format": form_of(None if body.text is None else body.text.format)}
-        ),
-        cache_prompt=body.cache_prompt is not False,
-        keep_head=bool(tools.tools),
-    )
+    return chat_question(service.engine, request, calls)
 
 
-def offered(body: ResponsesRequest) -> Offer:
+def calls_in(body: Body) -> Calls:
     """What the model may call."""
-    return offer(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    choice = body.get("tool_choice")
+    return calls_of(
+        body.get("tools"),
+        choice if isinstance(choice, str) else None,
+        choice["name"] if isinstance(choice, Mapping) else None,
+        parallel=body.get("parallel_tool_calls") is not False,
+    )
 
 
-def turns_of(body: ResponsesRequest) -> list[Turn]:
+def turns_of(body: Body) -> list[Turn]:
     """The turns of a request. Reasoning and calls belong to the assistant's turn that they stand beside."""
-    turns: list[Turn] = [] if body.instructions is None else [_turn("system", body.instructions)]
-    if isinstance(body.input, str):
-        return [*turns, _turn("user", body.input)]
-    for item in body.input:
+    system = body.get("instructions")
+    turns: list[Turn] = [] if system is None else [_turn("system", system)]
+    if isinstance(body["input"], str):
+        return [*turns, _turn("user", body["input"])]
+    for item in body["input"]:
         _add(turns, item)
     return turns
 
@@ -122,39 +119,38 @@ def _turn(role: str, content: str | list[dict[str, str]]) -> Turn:
     return {"role": role, "content": content}
 
 
-def _add(turns: list[Turn], item: InputItem) -> None:
-    if isinstance(item, CallOutputItem):
-        turns.append({**_turn("tool", _texts(item.output)), "tool_call_id": item.call_id})
-    elif isinstance(item, MessageItem):
+def _add(turns: list[Turn], item: Body) -> None:
+    kind = item.get("type") or "message"
+    if kind == "function_call_output":
+        turns.append({**_turn("tool", _texts(item["output"])), "tool_call_id": item["call_id"]})
+    elif kind == "message":
         is_thought = bool(turns) and turns[-1].keys() == {"role", "content", "reasoning_content"}
-        if item.role == "assistant" and is_thought and not turns[-1]["content"]:
-            turns[-1]["content"] = _texts(item.content)
+        if item["role"] == "assistant" and is_thought and not turns[-1]["content"]:
+            turns[-1]["content"] = _texts(item["content"])
         else:
-            turns.append(_turn(item.role, _texts(item.content)))
+            turns.append(_turn(item["role"], _texts(item["content"])))
     else:
         if not turns or turns[-1]["role"] != "assistant":
             turns.append(_turn("assistant", ""))
-        if isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
+        if kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
             turns[-1].setdefault("tool_calls", []).append(call)
         else:
-            thought = "".join(piece.text for piece in item.content or ())
+            thought = "".join(piece["text"] for piece in item.get("content") or ())
             turns[-1]["reasoning_content"] = turns[-1].get("reasoning_content", "") + thought
 
 
-def _texts(content: str | Sequence[InputText | AnswerText]) -> str | list[dict[str, str]]:
+def _texts(content: str | Sequence[Body]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": piece.text} for piece in content]
+    return [{"type": "text", "text": piece["text"]} for piece in content]
 
 
 class ResponseWriter:
     """Writes a response, whole and as events."""
 
-    def __init__(
-        self, service: Service, answers: Answers, body: ResponsesRequest, question: Question
-    ) -> None:
+    def __init__(self, service: Service, answers: Answers, body: Body, question: Question) -> None:
         self._model, self._answers = service.model_name, answers
         self._body, self._question = body, question
         self._mark, self._created = uuid.uuid4().hex, int(time.time())
@@ -197,9 +193,7 @@ class ResponseWriter:
     ) -> ResponseObject:
         body, sampling = self._body, self._question.sampling
         cut = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
-        form = None if body.text is None else body.text.format
-        choice = "auto" if body.tool_choice is None else body.tool_choice
-        effort = None if body.reasoning is None else body.reasoning.effort
+        form = (body.get("text") or {}).get("format")
         return ResponseObject(
             id=f"resp_{self._mark}",
             object="response",
@@ -207,19 +201,19 @@ class ResponseWriter:
             status=status,
             error=None,
             incomplete_details=cut,
-            instructions=body.instructions,
+            instructions=body.get("instructions"),
             max_output_tokens=self._question.max_tokens,
-            metadata=body.metadata or {},
+            metadata=body.get("metadata") or {},
             model=self._model,
             output=[self._item(block, "incomplete" if block.is_cut else "completed") for block in blocks],
             parallel_tool_calls=not self._question.one_call,
             previous_response_id=None,
-            reasoning={"effort": effort, "summary": None},
+            reasoning={"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
             store=False,
             temperature=sampling.temperature,
-            text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
-            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-            tools=[tool.model_dump() for tool in body.tools or ()],
+            text={"format": form or {"type": "text"}},
+            tool_choice=body.get("tool_choice") or "auto",
+            tools=[{**_TOOL_PARTS, **tool} for tool in body.get("tools") or ()],
             top_p=sampling.top_p,
             truncation="disabled",
             usage=None if ending is None else self._usage(ending),

@@ -2,154 +2,133 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from pyggml_dflash.serve.bodies import Ignored, RequestBody, ResponseBody, Unsupported, by_type, tag
-from pyggml_dflash.serve.fields import Count, ReasoningBudget, StreamOptions, Temperature, TopP
-from pyggml_dflash.serve.forms import ResponsesFormat
-from pyggml_dflash.serve.openai_bodies import Effort
-from pyggml_dflash.serve.tool_fields import Choice, ResponsesTool, ResponsesToolChoice
+from pyggml_dflash.openai.fields import (
+    BUDGET,
+    CACHE_PROMPT,
+    COUNT,
+    EFFORT,
+    FUNCTION,
+    MODEL,
+    NAMED_SCHEMA,
+    PARALLEL,
+    SAMPLING,
+    STREAM_OPTIONS,
+    TOOL_NAME,
+)
+from pyggml_dflash.openai.values import (
+    FLAG,
+    IGNORED,
+    TEXT,
+    UNSUPPORTED,
+    Value,
+    by_type,
+    choice,
+    either,
+    items,
+    mapping,
+    only,
+    record,
+    typed,
+)
+from pyggml_dflash.serve.bodies import ResponseBody
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
+_INPUT_TEXT: Final = typed("input_text", {"text": TEXT})
+_ANSWER_TEXT: Final = typed("output_text", {"text": TEXT}, {"annotations": IGNORED, "logprobs": IGNORED})
+_UNREAD: Final = {"id": IGNORED, "status": IGNORED}  # what items of earlier answers have
+_MESSAGE: Final = record(
+    {
+        "type": choice("message"),
+        "role": choice("user", "assistant", "system", "developer"),
+        "content": either(TEXT, items(by_type(input_text=_INPUT_TEXT, output_text=_ANSWER_TEXT))),
+        "phase": IGNORED,
+        **_UNREAD,
+    },
+    required=("role", "content"),
+)
+_ITEM: Final = by_type(
+    default="message",
+    message=_MESSAGE,
+    function_call=typed(
+        "function_call",
+        {"call_id": TEXT, "name": TEXT, "arguments": TEXT.about("JSON text of an object.")},
+        {"caller": IGNORED, **_UNREAD},
+    ),
+    function_call_output=typed(
+        "function_call_output", {"call_id": TEXT, "output": either(TEXT, items(_INPUT_TEXT))}, _UNREAD
+    ),
+    reasoning=typed(
+        "reasoning",
+        {},
+        {
+            "content": items(typed("reasoning_text", {"text": TEXT})),
+            "summary": IGNORED,
+            "encrypted_content": UNSUPPORTED,
+            **_UNREAD,
+        },
+    ),
+)
+_FORMAT: Final = by_type(
+    text=typed("text", {}),
+    json_object=typed("json_object", {}),
+    json_schema=typed("json_schema", *NAMED_SCHEMA),
+)
+_TOOL: Final = typed("function", {"name": TOOL_NAME}, FUNCTION)
 
-class InputText(RequestBody):
-    """Text that the model reads."""
-
-    type: Literal["input_text"]
-    text: str
-
-
-class AnswerText(RequestBody):
-    """Text of an earlier answer."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: Ignored = None
-    logprobs: Ignored = None
-
-
-TextPiece = Annotated[
-    Annotated[InputText, tag("input_text")] | Annotated[AnswerText, tag("output_text")],
-    by_type("input_text", "output_text"),
-]
-
-
-class Item(RequestBody):
-    """What items of earlier answers have, and nobody here reads."""
-
-    id: Ignored = None
-    status: Ignored = None
-
-
-class MessageItem(Item):
-    """One message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPiece]
-    phase: Ignored = None
-
-
-class CallItem(Item):
-    """A call of an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str = Field(description="JSON text of an object.")
-    caller: Ignored = None
-
-
-class CallOutputItem(Item):
-    """What a call returned."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[InputText]
-
-
-class ReasoningText(RequestBody):
-    """A piece of reasoning."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(Item):
-    """What the model thought in an earlier answer."""
-
-    type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: Ignored = None
-    encrypted_content: Unsupported = None
-
-
-InputItem = Annotated[
-    Annotated[MessageItem, tag("message")]
-    | Annotated[CallItem, tag("function_call")]
-    | Annotated[CallOutputItem, tag("function_call_output")]
-    | Annotated[ReasoningItem, tag("reasoning")],
-    by_type("message", "function_call", "function_call_output", "reasoning"),
-]
-
-
-class Reasoning(RequestBody):
-    """How the model thinks."""
-
-    effort: Effort | None = Field(None, description="'none': no thinking; other levels are not told apart.")
-    summary: Ignored = None
-    generate_summary: Ignored = None
-
-
-class TextOptions(RequestBody):
-    """The form of the answer's text."""
-
-    format: ResponsesFormat | None = None
-    verbosity: Unsupported = None
-
-
-class ResponsesRequest(RequestBody):
-    """POST /v1/responses. Nothing is stored: each request brings the whole conversation."""
-
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
-    model: str | None = Field(None, description="A name that /v1/models lists; absent: the model there is.")
-    instructions: str | None = Field(None, description="A system message before the input.")
-    max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    tools: list[ResponsesTool] | None = None
-    tool_choice: Choice | ResponsesToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
-    reasoning: Reasoning | None = None
-    reasoning_budget: ReasoningBudget | None = None
-    cache_prompt: bool | None = Field(
-        None, description="false: no stored state is continued, none is stored."
-    )
-    text: TextOptions | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
-        None, description="Accepted; reasoning is never encrypted here."
-    )
-    store: Ignored = None
-    user: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    previous_response_id: Unsupported = None
-    conversation: Unsupported = None
-    prompt: Unsupported = None
-    max_tool_calls: Unsupported = None
-    top_logprobs: Unsupported = None
-    context_management: Unsupported = None
+RESPONSES: Final[Value] = record(
+    {
+        "input": either(TEXT, items(_ITEM, least=1)),
+        "model": MODEL,
+        "instructions": TEXT.about("A system message before the input."),
+        "max_output_tokens": COUNT,
+        "temperature": SAMPLING["temperature"],
+        "top_p": SAMPLING["top_p"],
+        "tools": items(_TOOL),
+        "tool_choice": either(choice("none", "auto", "required"), typed("function", {"name": TOOL_NAME})),
+        "parallel_tool_calls": PARALLEL,
+        "reasoning": record({"effort": EFFORT, "summary": IGNORED, "generate_summary": IGNORED}),
+        "reasoning_budget": BUDGET,
+        "cache_prompt": CACHE_PROMPT,
+        "text": record({"format": _FORMAT, "verbosity": UNSUPPORTED}),
+        "stream": FLAG,
+        "stream_options": STREAM_OPTIONS,
+        "truncation": choice("disabled"),
+        "background": only(False, "answers are not kept"),
+        "metadata": mapping(".*", "texts", TEXT),
+        "include": items(choice("reasoning.encrypted_content")).about(
+            "Accepted; reasoning is never encrypted here."
+        ),
+        **dict.fromkeys(
+            (
+                "store",
+                "user",
+                "service_tier",
+                "safety_identifier",
+                "prompt_cache_key",
+                "prompt_cache_retention",
+            ),
+            IGNORED,
+        ),
+        **dict.fromkeys(
+            (
+                "previous_response_id",
+                "conversation",
+                "prompt",
+                "max_tool_calls",
+                "top_logprobs",
+                "context_management",
+            ),
+            UNSUPPORTED,
+        ),
+    },
+    required=("input",),
+)
 
 
 class OutputText(ResponseBody):

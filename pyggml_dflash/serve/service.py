@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import EngineClosed
+from pyggml_dflash.openai.asks import Defaults, other_model
 from pyggml_dflash.requests import EngineStats, GenerationResult
 from pyggml_dflash.serve.desk import Desk
 from pyggml_dflash.serve.metrics import Metrics
@@ -36,6 +37,12 @@ class Service:
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
+        self.defaults = Defaults(
+            reasoning_budget=options.reasoning_budget,
+            max_tokens=options.default_max_tokens,
+            sampling=options.sampling,
+            model_names=options.model_names,
+        )
         self.desk = Desk(options.queue_limit)
         self.metrics = Metrics()
         self.created = int(time.time())
@@ -76,14 +83,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model; the file's names work as well, and None is the one there is."""
-        info = self.engine.info
-        if name is not None and name not in (*self.model_names, info.name, info.model.stem, info.model.name):
-            raise Problem(
-                404,
-                f"the model {name[:80]!a} is not served here; there is {self.model_name!r}",
-                code="model_not_found",
-                param="model",
-            )
+        problem = other_model(name, self.model_names, self.engine.info)
+        if problem is not None:
+            raise Problem(404, problem, code="model_not_found", param="model")
 
     def count(self, result: GenerationResult) -> None:
         """Count an answer that is over."""

@@ -50,12 +50,6 @@ class ServeOptions:
         check_number("keep_alive_s", self.keep_alive_s, 0, 3600, above=True)
         check_number("grace_s", self.grace_s, 0, 3600)
 
-    def budget(self, asked: int | None, *, reasoning: bool | None) -> int:
-        """Tokens of reasoning for a request that asks for so many, or for reasoning; -1: any number."""
-        if asked is not None:
-            return asked
-        return -1 if reasoning and self.reasoning_budget == 0 else self.reasoning_budget
-
     @property
     def is_local(self) -> bool:
         """True if only this machine can connect."""

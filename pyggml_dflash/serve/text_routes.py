@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Response
-from pydantic import Field
+from pydantic import WithJsonSchema
 
 from pyggml_dflash.api import Engine
-from pyggml_dflash.serve.bodies import RequestBody, ResponseBody, json_response
+from pyggml_dflash.openai.asks import Body, turn_of
+from pyggml_dflash.openai.fields import MESSAGES, TOKEN, TOOLS
+from pyggml_dflash.openai.forms import tool
+from pyggml_dflash.openai.values import FLAG, TEXT, check_items, items, record
+from pyggml_dflash.serve.bodies import Object, ResponseBody, json_response
 from pyggml_dflash.serve.documents import responses
-from pyggml_dflash.serve.fields import ChatMessage, TokenId, check_count
 from pyggml_dflash.serve.service import Service, off_loop
-from pyggml_dflash.serve.tool_fields import ChatTool
 
 _STATUSES = (400, 401, 403, 413, 500, 503)
 
 
-class TokenizeRequest(RequestBody):
-    """POST /tokenize."""
-
-    content: str
-    add_special: bool = Field(False, description="With what the model expects at the start (BOS).")
-    parse_special: bool = Field(True, description="Control tokens written in the text are read as such.")
-    with_pieces: bool = Field(False, description="Each token with its text.")
+_TOKENIZE: Final = record(
+    {
+        "content": TEXT,
+        "add_special": FLAG.about("With what the model expects at the start (BOS)."),
+        "parse_special": FLAG.about("Control tokens written in the text are read as such; true if absent."),
+        "with_pieces": FLAG.about("Each token with its text."),
+    },
+    required=("content",),
+)
+_DETOKENIZE: Final = record(
+    {"tokens": items(TOKEN), "skip_special": FLAG.about("Leave control tokens out.")}, required=("tokens",)
+)
+_TEMPLATE: Final = record(
+    {
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "reasoning": FLAG.about("Whether the model thinks first; null: the template's."),
+        "add_generation_prompt": FLAG.about("True if absent."),
+    },
+    required=("messages",),
+)
+TokenizeBody = Annotated[Object, WithJsonSchema(dict(_TOKENIZE.schema))]
+DetokenizeBody = Annotated[Object, WithJsonSchema(dict(_DETOKENIZE.schema))]
+TemplateBody = Annotated[Object, WithJsonSchema(dict(_TEMPLATE.schema))]
 
 
 class TokenPiece(ResponseBody):
@@ -39,26 +58,10 @@ class Tokens(ResponseBody):
     tokens: list[int] | list[TokenPiece]
 
 
-class DetokenizeRequest(RequestBody):
-    """POST /detokenize."""
-
-    tokens: list[TokenId]
-    skip_special: bool = Field(False, description="Leave control tokens out.")
-
-
 class Text(ResponseBody):
     """A text."""
 
     content: str
-
-
-class TemplateRequest(RequestBody):
-    """POST /apply-template."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[ChatTool] | None = None
-    reasoning: bool | None = Field(None, description="Whether the model thinks first; null: the template's.")
-    add_generation_prompt: bool = True
 
 
 class Prompt(ResponseBody):
@@ -72,31 +75,38 @@ def text_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["texts"])
 
     @router.post("/tokenize", responses=responses(Tokens, *_STATUSES))
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text."""
+        _TOKENIZE.check("", body)
         engine = service.engine
         return json_response(await off_loop(lambda: _tokens(engine, body)))
 
     @router.post("/detokenize", responses=responses(Text, *_STATUSES))
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeBody) -> Response:
         """The text of tokens."""
-        engine = service.engine
-        text = await off_loop(lambda: engine.detokenize(body.tokens, skip_special=body.skip_special))
+        _DETOKENIZE.check("", body)
+        engine, skip = service.engine, bool(body.get("skip_special"))
+        text = await off_loop(lambda: engine.detokenize(body["tokens"], skip_special=skip))
         return json_response(Text(content=text))
 
     @router.post("/apply-template", responses=responses(Prompt, *_STATUSES))
-    async def apply_template(body: TemplateRequest) -> Response:
+    async def apply_template(body: TemplateBody) -> Response:
         """The prompt that the model's chat template makes of a conversation."""
+        _TEMPLATE.check("", body)
         engine = service.engine
-        check_count(body.messages, service.options.max_messages)
+        check_items("messages", body["messages"], service.options.max_messages)
         return json_response(await off_loop(lambda: _prompt(engine, body)))
 
     return router
 
 
-def _tokens(engine: Engine, body: TokenizeRequest) -> Tokens:
-    ids = engine.tokenize(body.content, add_special=body.add_special, parse_special=body.parse_special)
-    if not body.with_pieces:
+def _tokens(engine: Engine, body: Body) -> Tokens:
+    ids = engine.tokenize(
+        body["content"],
+        add_special=bool(body.get("add_special")),
+        parse_special=body.get("parse_special") is not False,
+    )
+    if not body.get("with_pieces"):
         return Tokens(tokens=ids)
     return Tokens(tokens=[_piece(token, engine.token_bytes(token)) for token in ids])
 
@@ -108,12 +118,12 @@ def _piece(token: int, data: bytes) -> TokenPiece:
         return TokenPiece(id=token, piece=list(data))
 
 
-def _prompt(engine: Engine, body: TemplateRequest) -> Prompt:
+def _prompt(engine: Engine, body: Body) -> Prompt:
     return Prompt(
         prompt=engine.render_chat(
-            [message.for_template() for message in body.messages],
-            tools=[tool.for_engine() for tool in body.tools] if body.tools else None,
-            reasoning=body.reasoning,
-            add_generation_prompt=body.add_generation_prompt,
+            [turn_of(message) for message in body["messages"]],
+            tools=[tool(given["function"]) for given in body.get("tools") or ()] or None,
+            reasoning=body.get("reasoning"),
+            add_generation_prompt=body.get("add_generation_prompt") is not False,
         )
     )

@@ -8,9 +8,10 @@ import pytest
 
 from pyggml_dflash.batch import BatchRequest
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.jsonl.bodies import Ask, Defaults, understand
-from pyggml_dflash.jsonl.forms import Calls
+from pyggml_dflash.jsonl.bodies import understand
 from pyggml_dflash.jsonl.problems import Refused
+from pyggml_dflash.openai.asks import Ask, Defaults
+from pyggml_dflash.openai.forms import Calls
 from pyggml_dflash.options import MAX_SEED, SamplingOptions
 from pyggml_dflash.requests import Constraint
 
@@ -224,36 +225,39 @@ def test_what_changes_nothing_is_accepted(extra: dict[str, Any]) -> None:
 
 
 CHAT_REFUSED = [
-    ({"frobnicate": 1}, "'frobnicate' is not known here; it would be ignored, so it is refused"),
-    ({"functions": []}, "'functions' is not supported here"),
+    ({"frobnicate": 1}, "frobnicate is not known here; it would be ignored, so it is refused"),
+    ({"functions": []}, "functions is []; this is not supported here"),
     ({"temperature": "hot"}, "temperature is 'hot'"),
     ({"temperature": True}, "temperature is True"),
     ({"temperature": -1}, "temperature is -1"),
     ({"top_k": 1.5}, "top_k is 1.5"),
     ({"seed": -1}, "seed is -1"),
-    ({"logit_bias": [1]}, "logit_bias is [1]; it must map"),
-    ({"logit_bias": {"a": 1}}, "logit_bias token is 'a'"),
-    ({"logit_bias": {"5": "x"}}, "logit_bias of token 5 is 'x'"),
+    ({"logit_bias": [1]}, "logit_bias is [1]; it must be an object"),
+    ({"logit_bias": {"a": 1}}, "logit_bias key is 'a'"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias.5 is 'x'"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"max_tokens": "5"}, "max_tokens is '5'"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "differ"),
     ({"stop": 5}, "stop is 5"),
-    ({"stop": [""]}, "stop is ('',)"),
+    ({"stop": [""]}, "stop[0] is ''"),
     ({"n": 0}, "n is 0"),
-    ({"n": 129}, "n is 129"),
+    ({"n": 1025}, "n is 1025"),
     ({"model": 5}, "model is 5"),
     ({"stream": True}, "stream is true; a batch has whole answers"),
-    ({"stream_options": {"include_usage": True}}, "stream_options has no meaning"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage is 1"),
     ({"logprobs": 5}, "logprobs is 5"),
     ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs is not true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
     ({"reasoning_effort": "huge"}, "reasoning_effort is 'huge'"),
-    ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is {'x': 1}"),
+    ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x is not known here"),
     ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs.thinking is 1"),
     ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "contradict"),
     ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}"),
-    ({"response_format": {**AS_FORMAT, "x": 1}}, "response_format is"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format is"),
+    ({"response_format": {**AS_FORMAT, "x": 1}}, "response_format.x is not known here"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+        "response_format.json_schema.schema is missing",
+    ),
     ({"response_format": "text"}, "response_format is 'text'"),
     ({"json_schema": "{}"}, "json_schema is '{}'; it must be an object"),
     ({"grammar": 5}, "grammar is 5; it must be text"),
@@ -265,8 +269,8 @@ CHAT_REFUSED = [
     ({"cache_prompt": 0}, "cache_prompt is 0"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls is 1"),
     ({"tool_choice": "any"}, "tool_choice is 'any'"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice is {'type': 'function'}"),
-    ({"modalities": ["audio"]}, "modalities is ['audio']"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
+    ({"modalities": ["audio"]}, "modalities[0] is 'audio'"),
     ({"tool_choice": "required"}, "tool_choice demands a call, but there are no tools"),
     ({"spec": "eagle"}, "spec is 'eagle'"),
     ({"messages": []}, "messages is []"),
@@ -285,24 +289,24 @@ def test_what_a_conversation_cannot_have_is_refused_by_its_name(extra: dict[str,
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "prompt is None"),
+        ({}, "prompt is missing"),
         ({"prompt": ""}, None),  # the engine's to refuse: another model may begin with a token of its own
         ({"prompt": []}, "prompt is []"),
-        ({"prompt": [1, "a"]}, "prompt is [1, 'a']"),
+        ({"prompt": [1, "a"]}, "prompt[1] is 'a'"),
         ({"prompt": {"a": 1}}, "prompt is {'a': 1}"),
-        ({"prompt": ["a"] * 2049}, "prompt has 2049 items; a line may have 2048"),
-        ({"prompt": "a", "echo": True}, "echo is true"),
-        ({"prompt": "a", "best_of": 2}, "best_of is not 1"),
-        ({"prompt": "a", "suffix": "b"}, "'suffix' is not supported here"),
+        ({"prompt": ["a"] * 2049}, "prompt has 2049 items; it may have 2048"),
+        ({"prompt": "a", "echo": True}, "echo is True"),
+        ({"prompt": "a", "best_of": 2}, "best_of is 2"),
+        ({"prompt": "a", "suffix": "b"}, "suffix is 'b'; this is not supported here"),
         ({"prompt": "a", "logprobs": True}, "logprobs is True"),
         ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1"),
         (
             {"prompt": "a", "ignore_eos": True, "regex": "a"},
             "ignore_eos is True; an answer with a constraint",
         ),
-        ({"prompt": "a", "response_format": {"type": "text"}}, "'response_format' is not known here"),
-        ({"prompt": "a", "reasoning_budget": 5}, "'reasoning_budget' is not known here"),
-        ({"prompt": "a", "messages": [USER]}, "'messages' is not known here"),
+        ({"prompt": "a", "response_format": {"type": "text"}}, "response_format is not known here"),
+        ({"prompt": "a", "reasoning_budget": 5}, "reasoning_budget is not known here"),
+        ({"prompt": "a", "messages": [USER]}, "messages is not known here"),
     ],
 )
 def test_what_a_completion_cannot_have_is_refused(body: dict[str, Any], message: str | None) -> None:
@@ -324,10 +328,13 @@ def test_what_a_completion_cannot_have_is_refused(body: dict[str, Any], message:
         ({"prompt": 5}, "prompt is 5; it must be text"),
         ({"prompt": ""}, "prompt is ''"),
         ({"prompt": ["a"]}, "prompt is ['a']; it must be text; tokens and lists need --raw"),
-        ({"prompt": "a", "x": 1}, "'x' is not known here"),
+        ({"prompt": "a", "x": 1}, "x is not known here"),
         (enveloped([]), "body is []; it must be an object"),
-        ({**enveloped({"messages": [USER]}), "x": 1}, "'x' is not known here"),
-        ({**enveloped({"messages": [USER]}), "prompt": "a"}, "'prompt' is not known here"),
+        ({**enveloped({"messages": [USER]}), "x": 1}, "'x' is not known beside method, url, body"),
+        (
+            {**enveloped({"messages": [USER]}), "prompt": "a"},
+            "'prompt' is not known beside method, url, body",
+        ),
     ],
 )
 def test_what_is_no_form_of_a_line_is_refused(value: Any, message: str) -> None:

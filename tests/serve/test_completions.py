@@ -100,7 +100,7 @@ def test_logprobs_lie_on_the_text(server: Live) -> None:
         ({"prompt": ["a"] * 17}, "17 answers are asked for"),
         ({"prompt": ["a"] * 9, "n": 2}, "18 answers are asked for"),
         ({"prompt": ""}, "at least one token"),
-        ({"prompt": "a", "suffix": "b"}, "suffix is 'b'; this server does not support it"),
+        ({"prompt": "a", "suffix": "b"}, "suffix is 'b'; this is not supported here"),
         ({"prompt": "a", "echo": True}, "echo is True"),
         ({"prompt": "a", "best_of": 2}, "best_of is 2"),
     ],

@@ -91,7 +91,7 @@ def test_a_conversation_of_too_many_messages_is_refused(pico: Engine) -> None:
     with live(pico, max_messages=2) as server:
         refused = server.post(CHAT, {"messages": STORY * 3})
         assert refused.status_code == 400
-        assert "messages has 3 items; this server takes at most 2" in refused.json()["error"]["message"]
+        assert "messages has 3 items; at most 2 are taken" in refused.json()["error"]["message"]
         assert server.post(CHAT, {**SHORT, "messages": STORY * 2}).status_code == 200
 
 

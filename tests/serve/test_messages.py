@@ -272,7 +272,7 @@ def blocks(*found: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice demands a call"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice has type 'tool' and name None"),
-        ({"mcp_servers": [{}]}, "does not support it"),
+        ({"mcp_servers": [{}]}, "is not supported here"),
         ({"temperature": -1}, "temperature is -1"),
         ({"thinking": {"type": "often"}}, "thinking.type is 'often'"),
         (

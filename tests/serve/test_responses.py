@@ -201,7 +201,7 @@ def test_reasoning_is_switched(tmp_path: Path) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
         (
             {"previous_response_id": "resp_1"},
-            "previous_response_id is 'resp_1'; this server does not support it",
+            "previous_response_id is 'resp_1'; this is not supported here",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice demands a call"),

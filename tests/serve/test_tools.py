@@ -231,7 +231,7 @@ def test_logprobs_are_those_of_all_tokens(thinker: OpenAI) -> None:
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1] is named 'stop', as tools[0] is"),
         ({"tool_choice": "required", "tools": []}, "tool_choice demands a call, but there are no tools"),
         ({"tool_choice": "maybe"}, "tool_choice is 'maybe'"),
-        ({"functions": [{"name": "f"}]}, "functions is [{'name': 'f'}]; this server does not support it"),
+        ({"functions": [{"name": "f"}]}, "functions is [{'name': 'f'}]; this is not supported here"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls is 'no'"),
     ],
 )

@@ -109,6 +109,7 @@ def chat_question(engine: Engine, request: BatchRequest, calls: Calls, *, begun:
     `begun` is the beginning of the answer, which the model continues.
     """
     assert request.messages is not None
+    constraint = held_to(engine, calls, request.constraint)
     prompt = chat_prompt(
         engine,
         request.messages,
@@ -123,7 +124,7 @@ def chat_question(engine: Engine, request: BatchRequest, calls: Calls, *, begun:
         parser=prompt.parser,
         reasoning_block=prompt.reasoning_block,
         one_call=calls.one,
-        constraint=held_to(engine, calls, request.constraint),
+        constraint=constraint,
         keep_head=bool(request.tools),
     )
 

@@ -12,8 +12,10 @@ from typing import Any, Final, get_args
 import click
 
 from dflash_cli.answer import StopOnInterrupt, open_engine
+from dflash_cli.answer_flags import AnswerOptions, answer_options, sampling_options
 from dflash_cli.batch_progress import BatchProgress
-from dflash_cli.flags import AnswerOptions, answer_options, apply, engine_options, sampling_options
+from dflash_cli.engine_flags import engine_options
+from dflash_cli.flags import apply
 from dflash_cli.main import INTERRUPTED
 from dflash_cli.params import Text, WholeNumber
 from dflash_cli.ui import ProgressBars, say

@@ -6,7 +6,8 @@ import shlex
 
 import click
 
-from dflash_cli.flags import JSON, engine_options
+from dflash_cli.engine_flags import engine_options
+from dflash_cli.flags import JSON
 from dflash_cli.streams import printable
 from dflash_cli.ui import open_stdout, print_json, print_table, say
 from pyggml_dflash.api import DEFAULT_MODEL, DeviceShare, FitReport, fit_report

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from dflash_cli.flags import CACHE_TYPES, JSON, MODEL
+from dflash_cli.engine_flags import CACHE_TYPES
+from dflash_cli.flags import JSON, MODEL
 from dflash_cli.params import ContextLength
 from dflash_cli.streams import printable
 from dflash_cli.ui import open_stdout, plain, print_json, print_table, say

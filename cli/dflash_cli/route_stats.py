@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dflash_cli.flags import engine_options
+from dflash_cli.engine_flags import engine_options
 from dflash_cli.prompt import PromptSource, prompt_options
 from dflash_cli.ui import ProgressBars
 from pyggml_dflash import api

@@ -7,7 +7,9 @@ from typing import Any, Final
 import click
 
 from dflash_cli.answer import consume, open_engine, without_states
-from dflash_cli.flags import JSON, AnswerOptions, answer_options, engine_options, sampling_options
+from dflash_cli.answer_flags import AnswerOptions, answer_options, sampling_options
+from dflash_cli.engine_flags import engine_options
+from dflash_cli.flags import JSON
 from dflash_cli.main import INTERRUPTED
 from dflash_cli.params import WholeNumber
 from dflash_cli.prompt import Prompt, PromptSource, prompt_options

@@ -7,7 +7,8 @@ import math
 import click
 
 from dflash_cli.answer import open_engine, without_states
-from dflash_cli.flags import JSON, engine_options
+from dflash_cli.engine_flags import engine_options
+from dflash_cli.flags import JSON
 from dflash_cli.prompt import PromptSource, prompt_options
 from dflash_cli.run import describe
 from dflash_cli.ui import ProgressBars, open_stdout, print_json, print_table

@@ -9,7 +9,8 @@ from typing import Final
 import click
 
 from dflash_cli.answer import warn_of_cpu
-from dflash_cli.flags import engine_options, sampling_options
+from dflash_cli.answer_flags import sampling_options
+from dflash_cli.engine_flags import engine_options
 from dflash_cli.params import Text, WholeNumber
 from dflash_cli.ui import ProgressBars, say
 from pyggml_dflash.api import Engine

@@ -11,7 +11,7 @@ from typing import Literal
 
 import click
 import pytest
-from dflash_cli.flags import engine_options
+from dflash_cli.engine_flags import engine_options
 
 from pyggml_dflash import ContextFitError, Engine, UsageError, fit_report
 from pyggml_dflash.arch import ARCHITECTURES

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
-from dflash_cli.flags import engine_options
+from dflash_cli.engine_flags import engine_options
 
 from pyggml_dflash import BackendError, DeviceLostError, EngineOptions, UsageError, fit_report
 from pyggml_dflash.engine.rpc_worker import serve_worker

@@ -13,11 +13,13 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from pyggml_dflash import __version__
+from pyggml_dflash.api import EngineInfo
 from pyggml_dflash.requests import SlotInfo
 from pyggml_dflash.serve.bodies import ResponseBody, json_response
-from pyggml_dflash.serve.desk import Ticket
+from pyggml_dflash.serve.desk import Ticket, Totals
 from pyggml_dflash.serve.documents import report_responses, responses
 from pyggml_dflash.serve.service import Reading, Service
+from pyggml_dflash.serve.settings import ServeOptions
 
 SCHEMA: Final = 2  # of /props
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -200,33 +202,12 @@ def properties(service: Service, reading: Reading) -> dict[str, Any]:
     """The body of /props; sections whose feature is off are left out, not made up."""
     engine, options = service.engine, service.options
     info, totals = engine.info, service.desk.totals
-    sampling = options.sampling
     report = {
         "build_info": f"pyggml-dflash {__version__}; props_schema={SCHEMA}",
-        "model": {
-            "name": info.name,
-            "arch": info.architecture,
-            "n_vocab": info.n_vocab,
-            "n_layer": info.n_layer,
-            "n_ctx_train": info.n_ctx_train,
-            "weight_bytes": info.weight_bytes,
-            "draft": info.draft,
-            "has_chat_template": info.has_chat_template,
-        },
+        "model": _model(info),
         "model_alias": list(options.model_names),
         "model_path": info.model,
-        "default_generation_settings": {
-            "n_ctx": info.n_ctx,
-            "max_tokens": options.default_max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repeat_penalty": sampling.repetition_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "seed": sampling.seed,
-        },
+        "default_generation_settings": _generation(info, options),
         "reasoning": {"supported": info.reasoning_supported},
         "runtime": _runtime(service, reading),
         "memory": reading.memory,
@@ -239,25 +220,62 @@ def properties(service: Service, reading: Reading) -> dict[str, Any]:
         },
         "parked": engine.parked,
         "speculative_mode": info.spec,
-        "speculative": {
-            "reason": info.spec_reason,
-            "verify_steps": totals.verify_steps,
-            "drafted": totals.drafted,
-            "accepted": totals.accepted,
-            "acceptance_length": 1 + totals.accepted / totals.verify_steps if totals.verify_steps else None,
-        },
+        "speculative": _speculation(info, totals),
         "totals": totals,
-        "server": {
-            "queue_limit": options.queue_limit,
-            "max_body_bytes": options.max_body_bytes,
-            "max_messages": options.max_messages,
-            "max_choices": options.max_choices,
-            "api_key": options.api_key is not None,
-            "cors_origins": list(options.cors_origins),
-        },
+        "server": _server(options),
     }
     shown: dict[str, Any] = plain(report, whole_paths=options.show_paths)
     return shown
+
+
+def _model(info: EngineInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "arch": info.architecture,
+        "n_vocab": info.n_vocab,
+        "n_layer": info.n_layer,
+        "n_ctx_train": info.n_ctx_train,
+        "weight_bytes": info.weight_bytes,
+        "draft": info.draft,
+        "has_chat_template": info.has_chat_template,
+    }
+
+
+def _generation(info: EngineInfo, options: ServeOptions) -> dict[str, Any]:
+    sampling = options.sampling
+    return {
+        "n_ctx": info.n_ctx,
+        "max_tokens": options.default_max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "seed": sampling.seed,
+    }
+
+
+def _speculation(info: EngineInfo, totals: Totals) -> dict[str, Any]:
+    return {
+        "reason": info.spec_reason,
+        "verify_steps": totals.verify_steps,
+        "drafted": totals.drafted,
+        "accepted": totals.accepted,
+        "acceptance_length": 1 + totals.accepted / totals.verify_steps if totals.verify_steps else None,
+    }
+
+
+def _server(options: ServeOptions) -> dict[str, Any]:
+    return {
+        "queue_limit": options.queue_limit,
+        "max_body_bytes": options.max_body_bytes,
+        "max_messages": options.max_messages,
+        "max_choices": options.max_choices,
+        "api_key": options.api_key is not None,
+        "cors_origins": list(options.cors_origins),
+    }
 
 
 def _runtime(service: Service, reading: Reading) -> dict[str, Any]:

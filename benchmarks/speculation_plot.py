@@ -13,7 +13,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise click.ClickException("--plot needs matplotlib: pip install 'pyggml-dflash[plot]'") from error
+        raise click.ClickException("--plot needs matplotlib: pip install matplotlib") from error
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

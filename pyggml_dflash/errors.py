@@ -127,12 +127,22 @@ class ContextOverflowError(DflashError):
 
     def __init__(self, *, n_prompt: int, max_tokens: int | None, n_ctx: int) -> None:
         self.n_prompt, self.max_tokens, self.n_ctx = n_prompt, max_tokens, n_ctx
-        asked = f"prompt of {n_prompt} tokens" + (f" and {max_tokens} to generate" if max_tokens else "")
-        verb = "exceed" if max_tokens else "exceeds"
-        super().__init__(
-            f"{asked} {verb} the context of {n_ctx}; shorten the prompt, ask for fewer tokens, "
-            f"or open with a larger --max-ctx"
-        )
+        super().__init__(f"{self.request_advice}, or open with a larger --max-ctx")
+
+    @property
+    def request_advice(self) -> str:
+        """What is wrong, and what can be done by a caller that the engine does not belong to."""
+        asked = f"prompt of {self.n_prompt} tokens"
+        room = self.n_ctx - self.n_prompt + 1  # the last token of an answer takes none
+        if not self.max_tokens:
+            least = max(1, self.n_prompt - self.n_ctx)
+            return (
+                f"{asked} exceeds the context of {self.n_ctx}; shorten the prompt by at least {least} tokens"
+            )
+        problem = f"{asked} and {self.max_tokens} to generate exceed the context of {self.n_ctx}"
+        if room < 1:
+            return f"{problem}; shorten the prompt by at least {1 - room} tokens and ask for fewer"
+        return f"{problem}; ask for at most {room}, or shorten the prompt"
 
 
 class QueueFullError(DflashError):

@@ -16,6 +16,7 @@ SOURCES: Final = (ROOT / "pyggml_dflash", ROOT / "cli" / "dflash_cli")
 # A module belongs to the layer of the longest name here that it begins with.
 LAYERS: Final = {
     "pyggml_dflash.errors": 0,
+    "pyggml_dflash.extras": 0,
     "pyggml_dflash.options": 0,
     "pyggml_dflash.requests": 0,
     "pyggml_dflash.ggml": 1,

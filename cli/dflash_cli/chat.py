@@ -15,9 +15,10 @@ from typing import Final
 import click
 
 from dflash_cli.answer import consume, open_engine
+from dflash_cli.answer_flags import AnswerOptions, answer_options, sampling_options
 from dflash_cli.chat_spec import ChatDrafting
 from dflash_cli.conversation import Conversation, load_conversation
-from dflash_cli.flags import AnswerOptions, answer_options, engine_options, sampling_options
+from dflash_cli.engine_flags import engine_options
 from dflash_cli.ui import ProgressBars, drafting_lines, open_stdout, say, timings_line
 from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import DflashError, EngineClosed, UsageError
@@ -35,8 +36,9 @@ HELP: Final = {
     "/spec [HOW] [ROWS]": "draft by auto, off, dflash or mtp, and ROWS or auto per step; alone, show it",
     "/system TEXT": "set the system message; without TEXT, show it",
     "/help": "show this",
-    "/bye": "leave, as does Ctrl-D",
+    "/bye": "leave, as do /exit, /quit and Ctrl-D",
 }
+LEAVING: Final = ("/bye", "/exit", "/quit")
 
 
 @click.command()
@@ -126,7 +128,7 @@ class Session:
     def handle(self, line: str) -> bool:
         """Do what a line says; False if it says goodbye. Errors are shown, and the session goes on."""
         name, _, argument = line.strip().partition(" ")
-        if name in ("/bye", "/exit", "/quit"):
+        if name in LEAVING:
             return False
         try:
             if name in self._commands:

@@ -55,7 +55,11 @@ _CONSTRAINTS: Final = (
         type=FileOrText("a grammar", r"::=|\bstart\s*:|\n"),
         help="Make the answer a text of this grammar, in Lark or GBNF.",
     ),
-    click.option("--regex", type=Text(), help="Make the whole answer match this expression."),
+    click.option(
+        "--regex",
+        type=Text(),
+        help="Make the whole answer match this regular expression, as in '[0-9]+ (km|mi)'.",
+    ),
     click.option(
         "--reasoning-budget",
         type=WholeNumber(),

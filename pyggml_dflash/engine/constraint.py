@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.engine.constraint_trial import on_deep_stack, survives
 from pyggml_dflash.errors import BackendError, UsageError
+from pyggml_dflash.extras import install_hint
 from pyggml_dflash.model.tokenizer import Tokenizer
 from pyggml_dflash.requests import Constraint
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     import llguidance
 
 LOG: Final = logging.getLogger(__name__)
-INSTALL: Final = 'pip install "pyggml-dflash[serve]"'
 N_KEPT: Final = 16  # compiled constraints
 N_TRIED: Final = 10_000
 # States of the lexer take up to 2 kB each. A row has four items for each optional member of an object.
@@ -202,7 +202,9 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise UsageError(f"constraints need the package llguidance; install it: {INSTALL}") from error
+        raise UsageError(
+            f"constraints need the package llguidance; install it with: {install_hint('serve')}"
+        ) from error
     return llguidance
 
 

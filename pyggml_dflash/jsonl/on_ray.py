@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import DflashError, UsageError
+from pyggml_dflash.extras import install_hint
 from pyggml_dflash.jsonl.lines import Task
 from pyggml_dflash.jsonl.records import Record
 from pyggml_dflash.jsonl.worker import LineWorker
@@ -70,7 +71,7 @@ def check_ray() -> None:
     try:
         import ray.data  # noqa: F401
     except ImportError as error:
-        raise UsageError('--ray needs Ray; install it with: pip install "pyggml-dflash[ray]"') from error
+        raise UsageError(f"--ray needs Ray; install it with: {install_hint('ray')}") from error
 
 
 def answer_on_ray(

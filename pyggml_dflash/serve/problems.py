@@ -124,7 +124,7 @@ def problem_of(error: BaseException) -> Problem:
         return error
     if isinstance(error, ContextOverflowError):
         numbers = {"n_ctx": error.n_ctx, "n_prompt": error.n_prompt, "max_tokens": error.max_tokens}
-        return Problem(400, str(error), code="context_length_exceeded", numbers=numbers)
+        return Problem(400, error.request_advice, code="context_length_exceeded", numbers=numbers)
     if isinstance(error, UsageError):
         return Problem(400, str(error), code="invalid_value", param=error.param)
     if isinstance(error, ModelFileError):  # its chat template cannot be used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -46,7 +47,18 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"{host}:{port} cannot be listened on: {reason}") from error
+        message = f"{host}:{port} cannot be listened on: {reason}"
+        raise UsageError(message + _way_out(error, host, port)) from error
+
+
+def _way_out(error: Exception, host: str, port: int) -> str:
+    """What would work instead, for the errors that have a remedy."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EADDRINUSE:
+        return f"; stop what uses port {port}, or pass another one with --port, 0 for one that is free"
+    if code == errno.EACCES:
+        return "; ports below 1024 may be reserved: pass another one with --port"
+    return f"; pass an address of this machine with --host, not {host}"
 
 
 def url_of(listener: socket.socket) -> str:

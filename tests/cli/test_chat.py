@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+from dflash_cli.chat import HELP, LEAVING
+
 from pyggml_dflash import Engine
 from tests.cli.dflash_command import ENDLESS, dflash, terminal
 from tests.engine.tiny import QWEN3
@@ -37,8 +40,10 @@ def test_each_line_is_a_turn_of_one_conversation() -> None:
 
 
 def test_bye_leaves_and_empty_lines_say_nothing() -> None:
-    done = dflash("chat", *FEW, "--quiet", stdin=lines("", "  ", "/bye", "never read"))
-    assert (done.code, done.out, done.err) == (0, "", "")
+    for name in LEAVING:
+        done = dflash("chat", *FEW, "--quiet", stdin=lines("", "  ", name, "never read"))
+        assert (done.code, done.out, done.err) == (0, "", "")
+        assert name in f"{HELP}"
 
 
 def test_commands_work_on_the_conversation(tmp_path: Path) -> None:
@@ -179,9 +184,10 @@ def test_bytes_that_are_no_text_are_told_and_the_session_goes_on() -> None:
     assert done.err.startswith("dflash: error: ")
 
 
-def test_a_model_file_that_is_missing_exits_3() -> None:
-    done = dflash("chat", "no/such.gguf")
-    assert (done.code, done.out) == (3, "")
+@pytest.mark.parametrize("args", [(), ("--draft", "no/draft.gguf")])
+def test_a_model_file_that_is_missing_exits_3_whatever_else_is(args: tuple[str, ...]) -> None:
+    done = dflash("chat", *args, "no/such.gguf")
+    assert (done.code, done.out, done.err) == (3, "", "dflash: error: no/such.gguf does not exist\n")
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pyggml_dflash import BackendError, Constraint, UsageError
 from pyggml_dflash.engine.assembly import DEFAULT_MODEL
-from pyggml_dflash.engine.constraint import INSTALL, Constraints
+from pyggml_dflash.engine.constraint import Constraints
+from pyggml_dflash.extras import install_hint
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.tokenizer import Tokenizer
 from tests.engine.apart import program
@@ -410,7 +411,7 @@ def test_without_the_package_the_error_says_how_to_get_it() -> None:
         "    except UsageError as error: print(error)\n"
     )
     assert done.returncode == 0, done.stderr
-    assert INSTALL in done.stdout
+    assert install_hint("serve") in done.stdout
 
 
 def test_the_package_is_not_imported_before_it_is_needed() -> None:

@@ -263,12 +263,14 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(client: Op
     assert body["n_prompt"] > 1000
     assert body["max_tokens"] == 7
     assert all(str(body[name]) in body["message"] for name in ("n_ctx", "n_prompt", "max_tokens"))
+    assert f"shorten the prompt by at least {body['n_prompt'] - 512} tokens" in body["message"]
+    assert "--max-ctx" not in body["message"]  # a client did not start the server
 
 
 def test_prompt_and_answer_must_fit_together(client: OpenAI, pico: Engine) -> None:
     n_prompt = pico.chat(STORY, max_tokens=1).usage.prompt_tokens
     most = 512 - n_prompt + 1  # the last token is not computed again
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError, match=f"ask for at most {most}, or shorten the prompt"):
         chat(client, max_tokens=most + 1)
     full = chat(client, max_tokens=most, extra_body={"ignore_eos": True})
     assert full.choices[0].finish_reason == "length"

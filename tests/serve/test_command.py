@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from pyggml_dflash import EngineOptions, Progress, UsageError
+from pyggml_dflash.extras import install_hint
 from pyggml_dflash.serve.server import serve
 from pyggml_dflash.serve.settings import ServeOptions
 from tests.cli.dflash_command import COMMAND, LIMIT_S, PICO, dflash
@@ -107,7 +108,9 @@ def test_a_model_that_cannot_be_opened_ends_the_server() -> None:
 def test_an_address_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"127.0.0.1:{port} cannot be listened on"):
+        with pytest.raises(
+            UsageError, match=f"127.0.0.1:{port} cannot be .* in use.*; stop what uses port {port}, or"
+        ):
             serve(EngineOptions(), ServeOptions(port=port))
 
 
@@ -118,7 +121,7 @@ def test_an_address_in_use_is_refused() -> None:
         (("--queue-limit", "-1"), 2, "queue_limit is -1"),
         (("--port", "70000"), 2, "port is 70000"),
         (("--api-key", "two words"), 2, "api_key is '***'"),
-        (("--host", "no.such.host.invalid"), 2, "cannot be listened on"),
+        (("--host", "no.such.host.invalid"), 2, "pass an address of this machine with --host"),
         (("--temperature", "-1"), 2, "temperature is -1"),
     ],
 )
@@ -141,7 +144,7 @@ from dflash_cli.main import cli
 cli(["serve", "--port", "0"])
 """
     done = program(code)
-    hint = 'the server needs the package fastapi; install it with: pip install "pyggml-dflash[serve]"'
+    hint = f"the server needs the package fastapi; install what is missing with: {install_hint('serve')}"
     assert done.stdout.strip() == hint
     assert done.stderr.strip() == f"dflash: error: {hint}"
     assert done.returncode == 1

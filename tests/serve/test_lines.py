@@ -50,7 +50,8 @@ def written(engine: Engine, path: str, body: Any) -> tuple[int, Any]:
 
 def essence(body: Mapping[str, Any]) -> Any:
     if "error" in body:
-        return body["error"]
+        error = dict(body["error"])  # of a batch the context may be changed
+        return {**error, "message": error["message"].removesuffix(", or open with a larger --max-ctx")}
     for choice in body["choices"]:
         for call in choice.get("message", {}).get("tool_calls", ()):
             del call["id"]

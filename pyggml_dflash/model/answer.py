@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from pyggml_dflash.requests import ReasoningBlock
@@ -20,6 +20,7 @@ class ReasoningDelta:
     """More of what the model thinks."""
 
     text: str
+    start: int = field(default=0, compare=False)  # where it begins in the text of the answer, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class ContentDelta:
     """More of what the model says."""
 
     text: str
+    start: int = field(default=0, compare=False)  # where it begins in the text of the answer, in characters
 
 
 @dataclass(frozen=True, slots=True)

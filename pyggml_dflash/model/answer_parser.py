@@ -164,7 +164,8 @@ class AnswerParser:
 
     def _give(self, delta: type[ReasoningDelta] | type[ContentDelta], n: int) -> None:
         if n:
-            self._events.append(delta(self._source.take(n)))
+            start = self._source.n_taken
+            self._events.append(delta(self._source.take(n), start))
 
     def _give_call(self, call: FoundCall) -> None:
         index, self._n_calls = self._n_calls, self._n_calls + 1

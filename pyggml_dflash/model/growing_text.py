@@ -22,11 +22,13 @@ class GrowingText:
 
     def __init__(self) -> None:
         self.text = ""
+        self.n_taken = 0  # characters of the whole text that are gone
         self.ended = False  # nothing more will come
 
     def take(self, n: int) -> str:
         """Remove the first `n` characters, and return them."""
         taken, self.text = self.text[:n], self.text[n:]
+        self.n_taken += len(taken)
         return taken
 
     def looking_at(self, at: int, *literals: str) -> Steps[str | None]:

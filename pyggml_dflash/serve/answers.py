@@ -58,7 +58,7 @@ class Answers:
             for i, question in enumerate(self._questions):
                 stream = await question.submit(engine, _Reporter(self, i, loop))
                 self._tickets[i].stream = stream
-                self._pumps.append(asyncio.create_task(self._pump(i, stream, question.reader())))
+                self._pumps.append(asyncio.create_task(self._pump(i, stream, question.reader(engine))))
         except BaseException:
             await self.close()
             raise

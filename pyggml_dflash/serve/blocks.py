@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from pyggml_dflash.api import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningDelta
+from pyggml_dflash.api import CallArguments, CallEnd, CallStart, ReasoningDelta
+from pyggml_dflash.requests import TokenLogprob
 from pyggml_dflash.serve.parts import Ending, Part
 
 
@@ -22,6 +23,7 @@ class Block:
     text: str = ""  # of a call: JSON text of its arguments
     id: str = ""  # of a call
     name: str = ""  # of the tool that is called
+    logprobs: tuple[TokenLogprob, ...] = ()  # of a text's tokens, if they are wanted
     is_cut: bool = False  # the answer reached its length before the block was complete
 
 
@@ -38,6 +40,7 @@ class BlockDelta:
 
     block: Block  # as it began
     text: str
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,11 @@ class Blocks:
         self.done: list[Block] = []
         self._open: Block | None = None
         self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
 
-    def push(self, event: AnswerEvent) -> Iterator[BlockEvent]:
-        """What an event begins, adds and ends."""
+    def push(self, part: Part) -> Iterator[BlockEvent]:
+        """What a part begins, adds and ends."""
+        event = part.event
         if isinstance(event, CallStart):
             yield from self._begin(Block(index=0, kind="call", id=event.id, name=event.name))
         elif isinstance(event, CallEnd):
@@ -70,7 +75,8 @@ class Blocks:
                 yield from self._begin(Block(index=0, kind=kind))
             assert self._open is not None
             self._texts.append(event.text)
-            yield BlockDelta(self._open, event.text)
+            self._logprobs += part.content_logprobs
+            yield BlockDelta(self._open, event.text, part.content_logprobs)
 
     def finish(self, ending: Ending) -> Iterator[BlockEvent]:
         """End the block that is open, with the answer."""
@@ -83,9 +89,10 @@ class Blocks:
 
     def _end(self, *, is_cut: bool = False) -> Iterator[BlockEvent]:
         if self._open is not None:
-            block = replace(self._open, text="".join(self._texts), is_cut=is_cut)
+            text, logprobs = "".join(self._texts), tuple(self._logprobs)
+            block = replace(self._open, text=text, logprobs=logprobs, is_cut=is_cut)
             self.done.append(block)
-            self._open, self._texts = None, []
+            self._open, self._texts, self._logprobs = None, [], []
             yield BlockEnd(block)
 
 
@@ -93,7 +100,7 @@ def blocks_of(parts: Iterable[Part], ending: Ending) -> list[Block]:
     """The blocks of a whole answer."""
     blocks = Blocks()
     for part in parts:
-        for _ in blocks.push(part.event):
+        for _ in blocks.push(part):
             pass
     for _ in blocks.finish(ending):
         pass

@@ -15,7 +15,6 @@ from pyggml_dflash.api import (
     CallArguments,
     CallEnd,
     CallStart,
-    Engine,
     ParsedAnswer,
     ReasoningDelta,
     ToolCall,
@@ -39,11 +38,9 @@ from pyggml_dflash.serve.openai_bodies import (
     ChatDelta,
     ChatLogprobs,
     FunctionDelta,
-    TokenBody,
-    TopToken,
     UsageBody,
-    finite,
     timings_body,
+    token_body,
     usage_body,
 )
 from pyggml_dflash.serve.parts import Ending, Part
@@ -181,7 +178,7 @@ class ChatWriter:
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not logprobs:
             return None
-        return ChatLogprobs(content=[_token(self._engine, token) for token in logprobs])
+        return ChatLogprobs(content=[token_body(self._engine, token) for token in logprobs])
 
 
 def _message(answer: ParsedAnswer) -> ChatAnswer:
@@ -213,14 +210,3 @@ def _delta(event: AnswerEvent) -> ChatDelta:
     if isinstance(event, CallEnd):
         return ChatDelta()
     return ChatDelta(content=event.text)
-
-
-def _token(engine: Engine, token: TokenLogprob) -> TokenBody:
-    best = [_described(engine, other, logprob) for other, logprob in token.top]
-    own = _described(engine, token.token, token.logprob)
-    return TokenBody(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=best)
-
-
-def _described(engine: Engine, token: int, logprob: float) -> TopToken:
-    text = engine.token_bytes(token)
-    return TopToken(token=text.decode(errors="replace"), logprob=finite(logprob), bytes=list(text))

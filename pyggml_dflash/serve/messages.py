@@ -162,7 +162,7 @@ class MessageWriter:
             delta = {"stop_reason": _stop_reason(event), "stop_sequence": event.result.stop}
             yield _event({"type": "message_delta", "delta": delta, "usage": self._usage(event).model_dump()})
         else:
-            yield from map(_block_event, self._blocks.push(event.event))
+            yield from map(_block_event, self._blocks.push(event))
 
     def end(self) -> Iterator[bytes]:
         """The last event."""

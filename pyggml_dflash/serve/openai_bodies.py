@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from pyggml_dflash.requests import GenerationResult
+from pyggml_dflash.api import Engine
+from pyggml_dflash.requests import GenerationResult, TokenLogprob
 from pyggml_dflash.serve.bodies import ResponseBody
 from pyggml_dflash.serve.parts import Ending, EndReason
 
@@ -220,3 +221,15 @@ def timings_body(result: GenerationResult) -> TimingsBody:
 def finite(logprob: float) -> float:
     """A log-probability that JSON can have."""
     return max(logprob, NO_LOGPROB)
+
+
+def token_body(engine: Engine, token: TokenLogprob) -> TokenBody:
+    """The token of a place, and its best alternatives."""
+    best = [_described(engine, other, logprob) for other, logprob in token.top]
+    own = _described(engine, token.token, token.logprob)
+    return TokenBody(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=best)
+
+
+def _described(engine: Engine, token: int, logprob: float) -> TopToken:
+    text = engine.token_bytes(token)
+    return TopToken(token=text.decode(errors="replace"), logprob=finite(logprob), bytes=list(text))

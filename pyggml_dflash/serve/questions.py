@@ -70,9 +70,10 @@ class Question:
             keep_head=keep_head,
         )
 
-    def reader(self) -> Reader:
-        """What reads one answer."""
-        return Reader(None if self.parser is None else self.parser(), one_call=self.one_call)
+    def reader(self, engine: Engine) -> Reader:
+        """What reads one answer of the engine's."""
+        parser = None if self.parser is None else self.parser()
+        return Reader(parser, token_bytes=engine.token_bytes, one_call=self.one_call)
 
     async def submit(self, engine: Engine, progress: ProgressCallback) -> AsyncTextStream:
         """Queue it; raises what the engine refuses."""

@@ -11,17 +11,21 @@ from fastapi import APIRouter, Request, Response
 from pydantic import WithJsonSchema
 
 from pyggml_dflash.batch import BatchRequest
+from pyggml_dflash.errors import UsageError
 from pyggml_dflash.openai.asks import Body, sampling_of
 from pyggml_dflash.openai.forms import Calls, calls_of, format_of, only_form
 from pyggml_dflash.openai.values import check_items
+from pyggml_dflash.requests import TokenLogprob
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, BlockStart, blocks_of
 from pyggml_dflash.serve.bodies import Object, json_bytes
 from pyggml_dflash.serve.documents import answer_responses
+from pyggml_dflash.serve.openai_bodies import token_body
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.questions import Question, chat_question
 from pyggml_dflash.serve.responses_bodies import (
+    LOGPROBS,
     RESPONSES,
     CachedDetails,
     FailureBody,
@@ -87,10 +91,21 @@ def ask(service: Service, body: Body) -> Question:
         reasoning_budget=budget,
         max_tokens=service.defaults.max_tokens if max_tokens is None else max_tokens,
         sampling=sampling_of(body, service.defaults.sampling),
+        logprobs=_logprobs(body),
         constraint=only_form({"text.format": form}, calls),
         cache_prompt=body.get("cache_prompt") is not False,
     )
     return chat_question(service.engine, request, calls)
+
+
+def _logprobs(body: Body) -> int | None:
+    """How many alternatives of each token are wanted; None: no log-probabilities at all."""
+    top = body.get("top_logprobs")
+    if LOGPROBS in (body.get("include") or ()):
+        return top or 0
+    if top is not None:
+        raise UsageError(f"top_logprobs is {top}, but include has no {LOGPROBS!r}", param="top_logprobs")
+    return None
 
 
 def calls_in(body: Body) -> Calls:
@@ -151,7 +166,7 @@ class ResponseWriter:
     """Writes a response, whole and as events."""
 
     def __init__(self, service: Service, answers: Answers, body: Body, question: Question) -> None:
-        self._model, self._answers = service.model_name, answers
+        self._engine, self._model, self._answers = service.engine, service.model_name, answers
         self._body, self._question = body, question
         self._mark, self._created = uuid.uuid4().hex, int(time.time())
         self._n_events = 0
@@ -175,7 +190,7 @@ class ResponseWriter:
             status = _status(event)
             yield self._state(status, self._response(status, self._blocks.done, event))
         else:
-            for found in self._blocks.push(event.event):
+            for found in self._blocks.push(event):
                 yield from self._block_events(found)
 
     def end(self) -> Iterable[bytes]:
@@ -214,6 +229,7 @@ class ResponseWriter:
             text={"format": form or {"type": "text"}},
             tool_choice=body.get("tool_choice") or "auto",
             tools=[{**_TOOL_PARTS, **tool} for tool in body.get("tools") or ()],
+            top_logprobs=self._question.logprobs or 0,
             top_p=sampling.top_p,
             truncation="disabled",
             usage=None if ending is None else self._usage(ending),
@@ -234,26 +250,22 @@ class ResponseWriter:
         block, kind = event.block, _DELTAS[event.block.kind]
         at_item = {"item_id": self._item_id(block), "output_index": block.index}
         at_part = at_item if block.kind == "call" else {**at_item, "content_index": 0}
-        if block.kind == "text":
-            at_part["logprobs"] = []
         at_output = {"output_index": block.index}
         if isinstance(event, BlockStart):
             item = self._item(block, "in_progress", empty=True).model_dump()
             yield self._event("response.output_item.added", {**at_output, "item": item})
             if block.kind != "call":
-                part = {**at_item, "content_index": 0, "part": _part(block).model_dump()}
+                part = {**at_part, "part": self._part(block).model_dump()}
                 yield self._event("response.content_part.added", part)
         elif isinstance(event, BlockDelta):
-            yield self._event(f"{kind}.delta", {**at_part, "delta": event.text})
+            text = {"delta": event.text, **self._told(block, event.logprobs)}
+            yield self._event(f"{kind}.delta", {**at_part, **text})
         else:
-            text = (
-                {"arguments": block.text, "name": block.name}
-                if block.kind == "call"
-                else {"text": block.text}
-            )
-            yield self._event(f"{kind}.done", {**at_part, **text})
-            if block.kind != "call":
-                part = {**at_item, "content_index": 0, "part": _part(block).model_dump()}
+            is_call = block.kind == "call"
+            text = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
+            yield self._event(f"{kind}.done", {**at_part, **text, **self._told(block, block.logprobs)})
+            if not is_call:
+                part = {**at_part, "part": self._part(block).model_dump()}
                 yield self._event("response.content_part.done", part)
             item = self._item(block, "incomplete" if block.is_cut else "completed").model_dump()
             yield self._event("response.output_item.done", {**at_output, "item": item})
@@ -274,12 +286,24 @@ class ResponseWriter:
                 name=block.name,
                 arguments=block.text,
             )
-        part = _part(block)
+        part = self._part(block)
         if isinstance(part, OutputReasoningText):
             content = [] if empty else [part]
             return OutputReasoning(id=name, type="reasoning", status=status, summary=[], content=content)
         texts = [] if empty else [part]
         return OutputMessage(id=name, type="message", role="assistant", status=status, content=texts)
+
+    def _part(self, block: Block) -> OutputText | OutputReasoningText:
+        if block.kind == "reasoning":
+            return OutputReasoningText(type="reasoning_text", text=block.text)
+        logprobs = [token_body(self._engine, token) for token in block.logprobs]
+        return OutputText(type="output_text", text=block.text, annotations=[], logprobs=logprobs)
+
+    def _told(self, block: Block, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """What events of text have, and others have not."""
+        if block.kind != "text":
+            return {}
+        return {"logprobs": [token_body(self._engine, token).model_dump() for token in logprobs]}
 
     def _state(self, state: str, response: ResponseObject) -> bytes:
         return self._event(f"response.{state}", {"response": response.model_dump()})
@@ -292,9 +316,3 @@ class ResponseWriter:
 
 def _status(ending: Ending) -> Status:
     return "incomplete" if ending.reason == "length" else "completed"
-
-
-def _part(block: Block) -> OutputText | OutputReasoningText:
-    if block.kind == "reasoning":
-        return OutputReasoningText(type="reasoning_text", text=block.text)
-    return OutputText(type="output_text", text=block.text, annotations=[], logprobs=[])

@@ -12,6 +12,7 @@ from pyggml_dflash.openai.fields import (
     COUNT,
     EFFORT,
     FUNCTION,
+    MAX_TOP_LOGPROBS,
     MODEL,
     NAMED_SCHEMA,
     PARALLEL,
@@ -33,8 +34,12 @@ from pyggml_dflash.openai.values import (
     only,
     record,
     typed,
+    whole,
 )
 from pyggml_dflash.serve.bodies import ResponseBody
+from pyggml_dflash.serve.openai_bodies import TokenBody
+
+LOGPROBS: Final = "message.output_text.logprobs"  # of `include`
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -101,8 +106,11 @@ RESPONSES: Final[Value] = record(
         "truncation": choice("disabled"),
         "background": only(False, "answers are not kept"),
         "metadata": mapping(".*", "texts", TEXT),
-        "include": items(choice("reasoning.encrypted_content")).about(
-            "Accepted; reasoning is never encrypted here."
+        "include": items(choice(LOGPROBS, "reasoning.encrypted_content")).about(
+            "Log-probabilities of the tokens of text. Reasoning is never encrypted here."
+        ),
+        "top_logprobs": whole(0, MAX_TOP_LOGPROBS).about(
+            f"Alternatives of each token, where `include` has '{LOGPROBS}'."
         ),
         **dict.fromkeys(
             (
@@ -121,7 +129,6 @@ RESPONSES: Final[Value] = record(
                 "conversation",
                 "prompt",
                 "max_tool_calls",
-                "top_logprobs",
                 "context_management",
             ),
             UNSUPPORTED,
@@ -137,7 +144,7 @@ class OutputText(ResponseBody):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[TokenBody] = Field(description="Empty unless the request includes them.")
 
 
 class OutputMessage(ResponseBody):
@@ -239,6 +246,7 @@ class ResponseObject(ResponseBody):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None

@@ -292,6 +292,19 @@ def test_any_text_comes_out_the_same_from_any_pieces(
         assert answer.content == text
 
 
+@given(st.lists(st.sampled_from(SNIPPETS), max_size=24).map("".join), FORMS, st.booleans(), st.data())
+def test_reasoning_and_content_tell_where_they_stand(
+    text: str, form: AnswerForm, is_open: bool, data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(text)))
+    end = 0
+    for event in events_of([text[:at], text[at:]], form, is_open=is_open):
+        if isinstance(event, (ReasoningDelta, ContentDelta)):
+            assert end <= event.start
+            end = event.start + len(event.text)
+            assert text[event.start : end] == event.text
+
+
 def without_space(text: str) -> str:
     return "".join(text.split())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from openai import OpenAI
 
 from pyggml_dflash import Engine
 from tests.serve.live import STORY, Live, events
-from tests.serve.told import telling
+from tests.serve.told import cut, telling
 
 TELL: Final = str(STORY[0]["content"])
 WEATHER: Final = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -31,6 +32,7 @@ CALL: Final = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n"
     "<parameter=days>\n5\n</parameter>\n</function>\n</tool_call>"
 )
+LOGPROBS: Final = {"include": ["message.output_text.logprobs"]}
 ANSWER: Final = f"<think>\nWhich city? 😀\n</think>\n\nLooking:\n{CALL}"
 
 
@@ -95,7 +97,7 @@ def test_forms_of_an_input_that_mean_the_same_get_the_same_answer(client: OpenAI
 @pytest.mark.parametrize("n", [1, 7, 18, 400])
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_a_stream_tells_what_the_body_tells(thinker: OpenAI, n: int, with_tools: bool) -> None:
-    fields: dict[str, Any] = {"tools": TOOLS} if with_tools else {}
+    fields: dict[str, Any] = {"tools": TOOLS} if with_tools else {**LOGPROBS, "top_logprobs": 1}
     whole = ask(thinker, model="told", max_output_tokens=n, **fields)
     found = list(ask(thinker, model="told", max_output_tokens=n, stream=True, **fields))
     assert [event.sequence_number for event in found] == list(range(len(found)))
@@ -119,10 +121,61 @@ def without_ids(response: Any) -> dict[str, Any]:
     return found
 
 
+def test_log_probabilities_are_the_engines(client: OpenAI, pico: Engine) -> None:
+    expected = pico.chat(STORY, max_tokens=8, logprobs=3)
+    answer = ask(client, max_output_tokens=8, **LOGPROBS, top_logprobs=3)
+    (text,) = answer.output[0].content
+    assert [token.logprob for token in text.logprobs] == [token.logprob for token in expected.logprobs]
+    assert "".join(token.token for token in text.logprobs) == text.text == expected.text
+    tops = [[(bytes(top.bytes), top.logprob) for top in token.top_logprobs] for token in text.logprobs]
+    assert tops == [[(pico.token_bytes(t), p) for t, p in token.top] for token in expected.logprobs]
+    assert answer.top_logprobs == 3
+    (bare,) = ask(client, max_output_tokens=8, **LOGPROBS).output[0].content
+    assert [token.logprob for token in bare.logprobs] == [token.logprob for token in text.logprobs]
+    assert not any(token.top_logprobs for token in bare.logprobs)
+    assert ask(client, max_output_tokens=8).output[0].content[0].logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("thought", "told_text", "call"),
+    [
+        ("", "Looking 😀 here, \n there:  ", ""),
+        ("<think>\nWhich city? 🌧\n</think>\n\n", "Looking:", f"\n{CALL}"),
+        ("<think>\nWhich city?\n</think> ", "😀 here, \n there:  ", CALL),
+        ("<think>\nWhich city\n</think> ", "😀", ""),
+        ("<think>\nWhich town\n</think>", "😀", f" {CALL}"),
+        ("<think>\nWhich place\n</think> ", "😀😁", f"  {CALL}"),
+    ],
+)
+def test_a_text_has_the_tokens_that_it_stands_in(
+    tmp_path: Path, thought: str, told_text: str, call: str
+) -> None:
+    text = told_text.rstrip() if call else told_text
+    answer = thought + told_text + call
+    pieces = cut(answer.encode())
+    ends = list(accumulate(map(len, pieces)))
+    start = len(thought.encode())
+    end = start + len(text.encode())
+    expected = [p for p, at in zip(pieces, ends, strict=True) if at > start and at - len(p) < end]
+    fields: dict[str, Any] = {"model": "told", "max_output_tokens": None, "tools": TOOLS, **LOGPROBS}
+    with telling(tmp_path, answer) as server, official(server) as client:
+        whole, streamed = ask(client, **fields), list(ask(client, **fields, stream=True))
+    (said,) = (item.content[0] for item in whole.output if item.type == "message")
+    assert said.text == text
+    assert [bytes(token.bytes) for token in said.logprobs] == expected
+    deltas = [event for event in streamed if event.type == "response.output_text.delta"]
+    (done,) = (event for event in streamed if event.type == "response.output_text.done")
+    tokens = [token.token for token in said.logprobs]
+    assert [token.token for event in deltas for token in event.logprobs] == tokens
+    assert [token.token for token in done.logprobs] == tokens
+
+
 def test_the_clients_own_gathering_of_a_stream_works(thinker: OpenAI) -> None:
-    with thinker.responses.stream(model="told", input=TELL, tools=TOOLS) as stream:  # type: ignore[arg-type]
-        response = stream.get_final_response()
+    fields: dict[str, Any] = {"model": "told", "input": TELL, "tools": TOOLS, **LOGPROBS}
+    with thinker.responses.stream(**fields) as stream:
+        response: Any = stream.get_final_response()
     assert response.output_text == "Looking:"
+    assert "Looking:" in "".join(token.token for token in response.output[1].content[0].logprobs)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
 
 
@@ -207,7 +260,9 @@ def test_reasoning_is_switched(tmp_path: Path) -> None:
         ({"tool_choice": "required"}, "tool_choice demands a call"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"background": True}, "background is True"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"top_logprobs": 2}, "top_logprobs is 2, but include has no 'message.output_text.logprobs'"),
+        ({**LOGPROBS, "top_logprobs": 21}, "top_logprobs is 21"),
         ({"truncation": "auto"}, "truncation is 'auto'"),
     ],
 )
@@ -217,6 +272,12 @@ def test_what_cannot_be_used_is_refused_by_its_name(
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, extra_body=fields)
     assert says in caught.value.message
+
+
+def test_alternatives_of_log_probabilities_need_these(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, top_logprobs=2, include=["reasoning.encrypted_content"])
+    assert caught.value.param == "top_logprobs"
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(client: OpenAI) -> None:

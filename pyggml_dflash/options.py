@@ -179,7 +179,7 @@ class EngineOptions:
     tensor_split: tuple[float, ...] = ()  # parts of the layers, one for each of `devices`; (): by free memory
     expert_device: str | None = None  # for the routed experts, beside `device`
     link_type: LinkType = "f32"  # of a prompt's rows between devices; f16 sends half the bytes and rounds
-    prompt_streams: int | Auto = "auto"  # 1 or 2 forwards of a chunk, in turns on several devices; auto: 1
+    prompt_streams: int | Auto = "auto"  # 1 or 2 forwards of a chunk, in turns on several devices
     kv_overflow_device: str | None = None  # for keys and values of layers that `device` has no room for
     expert_placement: Path | None = None  # counts of `dflash route-stats`: what is picked most is copied
     expert_budget_mib: int = 8192  # most memory of the target for such copies

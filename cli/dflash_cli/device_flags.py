@@ -50,7 +50,8 @@ DEVICES: Final = (
         type=NumberOrAuto("streams", "number of streams", 2),
         default="auto",
         show_default=True,
-        help="Forwards of a chunk of 1024 rows or more, 1 or 2; two take turns on several devices.",
+        help="Forwards of a chunk of 1024 rows or more, 1 or 2; two take turns on several devices. 'auto': 2 "
+        "from 2048 rows on where GPUs share the layers.",
     ),
     click.option(
         "--kv-overflow-device",

@@ -18,7 +18,7 @@ from pyggml_dflash.engine.forward import Model, Recording, build_forward
 from pyggml_dflash.engine.graph_cache import Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, bucketed
-from pyggml_dflash.engine.prompt_streams import choose_streams
+from pyggml_dflash.engine.prompt_streams import PromptStreams, choose_streams
 from pyggml_dflash.engine.spec_choice import DEFAULT_MODEL, SpecChoice, choose_speculation
 from pyggml_dflash.engine.split import (
     choose_copies,
@@ -134,6 +134,12 @@ class Blueprint:
     def speculation(self) -> SpeculationPlan | None:
         """The drafter that will be made."""
         return self.choice.plan
+
+    @property
+    def streams(self) -> PromptStreams:
+        """How chunks of a prompt are divided."""
+        kinds = [backend.info.kind for backend in self.backend.all]
+        return choose_streams(self.options, self.split, kinds, self.streaming.rows)
 
     def without_drafter(self, reason: str) -> Blueprint:
         """The same engine, decoding plainly, and why."""
@@ -382,7 +388,7 @@ def assemble(
         recording=b.recording,
         relieve=relieve,
         home=b.home,
-        streams=choose_streams(b.options, b.split, b.streaming.rows),
+        streams=b.streams,
     )
     stack.callback(forwards.close)
     if b.speculation is None:

@@ -14,7 +14,6 @@ from pyggml_dflash.arch.base import Commit, GraphKey
 from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS
 from pyggml_dflash.engine.inputs import BUCKET, bucketed
-from pyggml_dflash.engine.prompt_streams import MIN_ROWS
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class _Needs:
         if streamed := self._forwards.model.stream_rows:
             found.add(min(chunk, streamed - 1))
         if self._forwards.streams.n > 1:
-            found.add(min(chunk, MIN_ROWS - 1))
+            found.add(min(chunk, self._forwards.streams.least - 1))
         return found
 
     def _with_large_masks(self) -> list[int]:

@@ -71,6 +71,9 @@ def _fingerprint(blueprint: Blueprint, slots: SlotTable, rows: int, paddings: Pa
         "tiles": has_tiles(blueprint.options, backend),
         "rows": rows,
         "stream_rows": blueprint.streaming.rows,
+        "streams": repr(blueprint.streams),
+        "half_links": backend.half_links,
+        "hot": None if blueprint.hot is None else blueprint.hot.layers,  # on other kernels than where all are
         "paddings": [*sorted(map(repr, paddings.kinds.items())), paddings.others],  # of short forwards
         "placement": kinds.hexdigest(),
     }

@@ -10,11 +10,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from pyggml_dflash import Engine, UsageError, fit_report
+from pyggml_dflash import Engine, EngineOptions, UsageError, fit_report
 from pyggml_dflash.arch.base import GraphKey
 from pyggml_dflash.engine.core import EngineCore
-from pyggml_dflash.engine.prompt_streams import MIN_ROWS, ONE_STREAM, TILE, PromptStreams
+from pyggml_dflash.engine.prompt_streams import MIN_ROWS, ONE_STREAM, TILE, PromptStreams, choose_streams
 from pyggml_dflash.ggml.cut import cut_of
+from pyggml_dflash.ggml.device import DeviceKind
+from pyggml_dflash.plan.split import SplitKind, SplitPlan
 from tests.engine.tiny import LLAMA, opened
 from tests.engine.workers import Worker, workers
 from tests.reference.opened import Floats, on_the_cpu, open_core
@@ -65,13 +67,35 @@ def test_a_long_chunk_is_divided_into_whole_tiles_and_the_rest(n_tokens: int) ->
 @pytest.mark.parametrize("copied_from", [0, 16, 1024, 1025, 1400, 2048, 5000])
 @pytest.mark.parametrize("chunk", [600, 1023, 1024, 1300, 1535, 2048, 3000])
 def test_there_is_room_for_the_forwards_of_every_shorter_chunk(chunk: int, copied_from: int) -> None:
-    streams = PromptStreams(2, copied_from)
+    streams = PromptStreams(2, copied_from=copied_from)
     most = streams.most_rows(chunk)
     for n in range(1, chunk + 1):
         rows = streams.rows(n)
         assert len(rows) == (2 if n >= MIN_ROWS and (n < copied_from or not copied_from) else 1)
         assert len(rows) <= len(most)
         assert all(some <= room for some, room in zip(rows, most, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "split", "n"),
+    [
+        (("gpu", "gpu"), "layers", 2),
+        (("gpu", "gpu", "gpu"), "layers", 2),
+        (("gpu", "cpu"), "layers", 1),
+        (("cpu", "rpc"), "layers", 1),
+        (("gpu", "gpu"), "experts", 1),
+        (("gpu", "cpu"), "experts", 1),
+        (("gpu",), "none", 1),
+    ],
+)
+def test_auto_divides_large_chunks_where_gpus_share_the_layers(
+    kinds: tuple[DeviceKind, ...], split: SplitKind, n: int
+) -> None:
+    plan = SplitPlan(kind=split, devices=tuple(f"{kind}{i}" for i, kind in enumerate(kinds)), layers=(0,) * 4)
+    streams = choose_streams(EngineOptions(model=LLAMA), plan, kinds, 0)
+    assert [len(streams.rows(rows)) for rows in (1024, 2047, 2048, 4096)] == [1, 1, n, n]
+    assert len(streams.most_rows(2047)) == 1
+    assert len(streams.most_rows(2048)) == n
 
 
 def in_two(core: EngineCore) -> Floats:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 import numpy as np
 import pytest
-from dflash_cli.flags import engine_options
+from dflash_cli.engine_flags import engine_options
 
 from pyggml_dflash import Engine, EngineOptions, UsageError, fit_report
 from pyggml_dflash.api import route_stats
@@ -205,14 +205,26 @@ def test_several_slots_answer_as_one_does(models: dict[str, Path], worker: Worke
         assert [stream.result.tokens for stream in streams] == alone
 
 
-def test_states_are_not_shared_with_an_engine_that_streams_otherwise(
-    models: dict[str, Path], worker: Worker
+def test_states_are_not_shared_with_an_engine_that_computes_otherwise(
+    models: dict[str, Path], worker: Worker, tmp_path: Path
 ) -> None:
-    marks = set()
-    for n in (0, 128, 129):
-        with planned(streamed(models["qwen35moe"], worker, stream_experts=n)) as engine:
-            marks.add(engine.fingerprint())
-    assert len(marks) == 3
+    model, picks = models["qwen35moe"], tmp_path / "picks.csv"
+    route_stats(on_the_cpu(model), [IDS]).write(picks)
+    others: tuple[dict[str, Any], ...] = (
+        {},
+        {"stream_experts": 0},
+        {"stream_experts": 129},
+        {"link_type": "f16"},
+        {"prompt_streams": 2},
+        {"expert_placement": picks},
+        {"expert_placement": picks, "expert_budget_mib": 0},
+    )
+    marks = []
+    for options in others:
+        with planned(streamed(model, worker, **options)) as engine:
+            marks.append(engine.fingerprint())
+    assert len(set(marks)) == len(others) - 1
+    assert marks[-1] == marks[0]  # no copies
 
 
 def test_streamed_experts_stay_in_the_file_and_others_may_be_repacked(

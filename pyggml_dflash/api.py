@@ -648,7 +648,8 @@ class Engine:
         """Give the memory of devices back: weights, slots, graphs. Process, options, context and chunk stay.
 
         From now on requests are refused with `EngineParked`; those there are end first, or are cancelled.
-        States stored in system memory stay, too; a folder takes what it lacks. Nothing happens if it is
+        States stored in system memory stay, too; a folder takes what it lacks. What is free of the process's
+        heap goes back to the system, where the C library can do that, as glibc can. Nothing happens if it is
         parked.
         """
         self._thread.park(cancel=cancel)

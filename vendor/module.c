@@ -16,6 +16,9 @@ typedef void (*ggml_backend_rpc_start_server_t)(const char *endpoint, const char
 
 #include <stdlib.h>
 #include <string.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 static void dflash_log_none(enum ggml_log_level level, const char *text, void *user_data) {
     (void) level;
@@ -162,4 +165,12 @@ static int dflash_copy_leafs(const struct ggml_cgraph *from, struct ggml_cgraph 
 
 static void dflash_free_part(struct ggml_cgraph *part) {
     free(part);
+}
+
+static bool dflash_release_free_heap(void) {
+#ifdef __GLIBC__
+    return malloc_trim(0) != 0;
+#else
+    return false;
+#endif
 }

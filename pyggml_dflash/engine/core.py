@@ -41,6 +41,7 @@ from pyggml_dflash.engine.step import (
     granule_of,
 )
 from pyggml_dflash.engine.width import VerifyWidth
+from pyggml_dflash.ggml.heap import release_free_heap
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.config import MoeConfig
 from pyggml_dflash.requests import EngineStats, SlotInfo
@@ -411,6 +412,7 @@ class EngineCore:
         if self.reuse is not None:
             self.reuse.flush()
         self._stack.close()
+        release_free_heap()  # who parks wants the memory for others
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

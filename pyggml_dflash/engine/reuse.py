@@ -18,6 +18,7 @@ import numpy as np
 
 from pyggml_dflash.errors import DflashError, SnapshotError
 from pyggml_dflash.ggml.device import Backend, devices
+from pyggml_dflash.ggml.heap import release_free_heap
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.requests import FolderStats, SnapshotStats, StoredPrefix
 from pyggml_dflash.state.cuts import MIN_CUT, PromptEnds, capture_points
@@ -231,8 +232,9 @@ class Reuse:
         )
 
     def clear(self) -> None:
-        """Free what is in memory; the folder keeps what it has."""
+        """Free what is in memory, and give it back to the system; the folder keeps what it has."""
         self.cache.clear()
+        release_free_heap()
 
     def flush(self) -> int:
         """Save to the folder what it lacks; how many states it took. 0 without a folder."""

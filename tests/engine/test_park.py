@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.ggml.graph import StepGraph
 from pyggml_dflash.requests import GenerationRequest, TrimStats
 from tests.engine.tiny import PATIENCE_S, QWEN3, QWEN35, opened, prompt
+from tests.holes import HOLES_BYTES, NEEDS_GLIBC, make_holes, process_bytes
 from tests.tiny import Tiny, write_tiny
 
 SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
@@ -121,6 +123,17 @@ def test_files_are_mapped_while_there_is_a_model(name: str, tmp_path: Path) -> N
             engine.unpark()
         engine.close()
         assert not any(file in maps.read_text() for file in files)
+
+
+@NEEDS_GLIBC
+@pytest.mark.parametrize("give_back", [Engine.park, lambda engine: engine.snapshots.clear()])
+def test_free_memory_of_the_heap_goes_back_too(give_back: Callable[[Engine], None]) -> None:
+    with qwen() as engine:
+        between = make_holes()
+        before = process_bytes()
+        give_back(engine)
+        assert process_bytes() < before - HOLES_BYTES * 0.75
+        del between
 
 
 @pytest.mark.parametrize("states", [0, "auto"])

@@ -36,3 +36,7 @@ void dflash_free_part(struct ggml_cgraph *part);
 
 /* Lists what one graph only reads in another as well, since allocators count by these lists; how many there are. */
 int dflash_copy_leafs(const struct ggml_cgraph *from, struct ggml_cgraph *to);
+
+/* Gives whole free pages of the C library's heap back to the system; true if there were any. False where the
+   library has no such call. */
+bool dflash_release_free_heap(void);

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,8 +63,7 @@ class Report:
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    memory: Flatness | None = None  # all the time
-    quiet: Flatness | None = None  # in lulls
+    memory: dict[str, Flatness] = field(default_factory=dict)
 
     @property
     def total(self) -> Counter[str]:
@@ -79,8 +78,7 @@ class Report:
             "counts": {name: dict(counts) for name, counts in self.counts.items()},
             "faults": dict(self.faults),
             "wrong": self.wrong,
-            "memory": None if self.memory is None else asdict(self.memory),
-            "quiet": None if self.quiet is None else asdict(self.quiet),
+            "memory": {what: flatness.samples for what, flatness in self.memory.items()},
         }
 
 
@@ -131,7 +129,7 @@ def run(
             report.counts[battered.case.name] = battered.world.counts
             report.wrong += battered.world.wrong
     report.faults = Counter({kind: faults.fired[kind] for kind in KINDS})
-    report.memory, report.quiet = Flatness.of(watch.samples), Flatness.of(watch.quiet)
+    report.memory = watch.samples.flatness()
     gc.collect()
     for what, before, after in (
         ("files", n_files, open_files()),

@@ -58,16 +58,18 @@ class EngineThread:
 
         An interrupt while loading stops the load and frees what it had made.
         """
-        ready: Future[Loaded] = Future()
+        ready: Future[None] = Future()  # the thread keeps it for as long as it lives
         self._thread = threading.Thread(
             target=self._main, args=(loader, progress, ready), name="dflash-engine", daemon=True
         )
         try:
             self._thread.start()
-            return patient(ready)
+            patient(ready)
         except BaseException:
             self.close()
             raise
+        assert self._loaded is not None
+        return self._loaded
 
     def check_open(self) -> None:
         """Raise `EngineClosed` after `close`, and a clear error in a forked child."""
@@ -194,15 +196,15 @@ class EngineThread:
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join()
 
-    def _main(self, loader: Loader, progress: ProgressCallback | None, ready: Future[Loaded]) -> None:
+    def _main(self, loader: Loader, progress: ProgressCallback | None, ready: Future[None]) -> None:
         try:
-            loaded = self._loaded = self._load(loader, progress, None)
+            self._loaded = self._load(loader, progress, None)
         except BaseException as error:
             ready.set_exception(error)
             return
         try:
-            self._n_slots = loaded.core.n_slots
-            ready.set_result(loaded)
+            self._n_slots = self._core.n_slots
+            ready.set_result(None)
             self._serve(loader)
         finally:
             self._refuse_rest()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,19 @@ def test_free_memory_of_the_heap_goes_back_too(give_back: Callable[[Engine], Non
         give_back(engine)
         assert process_bytes() < before - HOLES_BYTES * 0.75
         del between
+
+
+def test_nothing_is_kept_of_a_model_that_was_parked_and_loaded_again() -> None:
+    with qwen(spec="mtp") as engine:
+        for _ in range(2):
+            engine.generate(prompt(100), **SHORT)
+            parts = engine._loaded.core, engine._loaded.tokenizer, engine._loaded.constraints
+            before = [weakref.ref(part) for part in parts]
+            del parts
+            engine.park()
+            engine.unpark()
+            gc.collect()
+            assert [part() for part in before] == [None] * len(before)
 
 
 @pytest.mark.parametrize("states", [0, "auto"])

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import threading
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from pyggml_dflash.ggml.heap import release_free_heap
 
 PAGE_KIB: Final = os.sysconf("SC_PAGESIZE") // 1024
 WARM_UP: Final = 0.15  # of the samples; until then caches fill
+N_NAMES: Final = 200_000  # more than the table has room for
 RESIDENT: Final = "KiB resident, all the time"
 QUIET: Final = "KiB resident, in lulls"
 IN_USE: Final = "KiB of the C library's heap in use, in lulls"
@@ -57,6 +59,13 @@ def heap_in_use_kib() -> int | None:
     mallinfo.restype = _MallInfo
     info = mallinfo()
     return int(info.uordblks + info.hblkhd) // 1024
+
+
+def widen_interned() -> None:
+    """Have the interpreter's table of interned strings double now: it does so once, by about 1 MiB, when as
+    many came and went (names in templates that are compiled again, say) as it has room for."""
+    for i in range(N_NAMES):
+        sys.intern(f"a name that comes and goes: {i}")
 
 
 def open_files() -> int:
@@ -95,12 +104,12 @@ class Flatness:
 class Samples:
     """What was seen, by what it is."""
 
-    of: dict[str, list[int]] = field(default_factory=dict)
+    of: dict[str, array[int]] = field(default_factory=dict)  # which makes no object of each
 
     def add(self, what: str, n: int | None) -> None:
         """One more; None: it cannot be known here."""
         if n is not None:
-            self.of.setdefault(what, []).append(n)
+            self.of.setdefault(what, array("Q")).append(n)
 
     def flatness(self) -> dict[str, Flatness]:
         """That of each."""

@@ -20,7 +20,7 @@ from pyggml_dflash.engine.core import EngineCore
 from tests.soak.asks import Ask, Case, asks, cases
 from tests.soak.clients import Client, World
 from tests.soak.faults import KINDS, Faults
-from tests.soak.memory import Flatness, Watch, open_files
+from tests.soak.memory import Flatness, Watch, open_files, widen_interned
 from tests.soak.upheaval import DEVICE, Trouble, Upheaval
 
 PATIENCE_S: Final = 60.0  # after this, a thread that should have ended is called stuck
@@ -105,6 +105,7 @@ def run(
     n_files, n_threads = open_files(), threading.active_count()
     with ExitStack() as stack:
         engines = [stack.enter_context(_battered(case, folder, asked[case.name], faults)) for case in chosen]
+        widen_interned()
         watch = Watch(stop, every_s=plan.every_s)
         with faults:
             others: list[threading.Thread] = [

@@ -38,7 +38,7 @@ def forwards_of(core: EngineCore) -> Forwards:
 
 def drafter_of(core: EngineCore) -> Drafter | None:
     """What drafts, if anything does."""
-    return core._drafter
+    return core._drafters[0] if core._drafters else None
 
 
 def backend_of(core: EngineCore) -> Backend:

@@ -101,7 +101,7 @@ class FakeDrafter:
     def begin(self) -> None:
         """Nothing is known of a sequence but its text."""
 
-    def observe(self, tokens: Sequence[int], n_past: int) -> None:
+    def observe(self, tokens: Sequence[int], n_past: int, row: int | None = None) -> None:
         """Nothing is learned."""
 
     def propose(self, anchor: int, n_past: int, n_drafts: int, sampler: Sampler | None) -> Proposal:
@@ -139,14 +139,14 @@ class FakeSeat:
         width = min(forwards.recording.max_width, fake.max_drafts + 1)
         seconds = measure_steps(forwards, fake, core.slots[0], width)
         return {
-            "_drafter": fake,
-            "_backlog": Backlog(forwards, fake),
+            "_drafters": (fake,),
+            "_backlogs": (Backlog(forwards, fake),),
             "_control": VerifyWidth(width, seconds),
         }
 
     def generate(self, prompt: Sequence[int], answer: Sequence[int], **options: Any) -> GenerationResult:
         """An answer that is known, drafted by the fake."""
-        self._seat["_drafter"].expect(prompt, answer)
+        self._seat["_drafters"][0].expect(prompt, answer)
         real = on_core(self._engine, lambda core: {name: getattr(core, name) for name in self._seat})
         on_core(self._engine, lambda core: [setattr(core, name, x) for name, x in self._seat.items()])
         try:

@@ -195,6 +195,7 @@ class SpeculationStats:
     plain_s: float
     # Places in the answer of greedy choices so close that plain decoding, which rounds otherwise, may differ.
     near_ties: tuple[int, ...] = ()
+    shared_steps: int = 0  # of the verify steps, those in one forward with other sequences
 
     @property
     def acceptance_length(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
@@ -84,12 +85,34 @@ class GraphKey:
     form: str = ""  # which of its forms of a forward the architecture chose; most have one
     parts: tuple[GraphKey, ...] = ()  # what each row is alone, where rows attend on their own
 
+    @property
+    def mixes_slots(self) -> bool:
+        """True if rows are of several slots."""
+        return self.slot < 0
+
     @classmethod
     def batch(cls, parts: tuple[GraphKey, ...]) -> GraphKey:
         """One row of each of several slots: forwards of one row, in one graph."""
         assert len({part.slot for part in parts}) == len(parts)
         captures = any(part.capture for part in parts)
         return cls(n_tokens=len(parts), n_kv=0, slot=-1, output="all", capture=captures, parts=parts)
+
+    @classmethod
+    def ragged(cls, parts: tuple[GraphKey, ...], update: StateUpdate) -> GraphKey:
+        """Some rows of each of several slots, one slot's behind the other's; all may be taken back."""
+        return cls(
+            n_tokens=len(parts), n_kv=0, slot=-1, output="all", update=update, capture=True, parts=parts
+        )
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int, int], ...]:
+        """Of a ragged key, for each slot: the slot, its first row, and how many rows it has."""
+        found = list[tuple[int, int, int]]()
+        for slot, rows in groupby(range(self.n_tokens), lambda i: self.parts[i].slot):
+            first, *rest = rows
+            found.append((slot, first, 1 + len(rest)))
+        assert len({slot for slot, _, _ in found}) == len(found), "a slot's rows lie one behind the other"
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +135,8 @@ class Step:
     share keys and by the place of the backend.
 
     Where rows attend on their own, `parts` are their steps, each with cache rows, mask and inputs as if it
-    were alone. In a batch, where they are of several slots, `slots` I32 [n_tokens] tells which.
+    were alone. In a batch, where each is of another slot, `slots` I32 [n_tokens] tells which. In a ragged
+    forward, where a slot may have several rows, `stretches` tell which are whose.
     """
 
     key: GraphKey
@@ -129,6 +153,7 @@ class Step:
     log: Tensor | None = None
     parts: tuple[Step, ...] = ()
     slots: Tensor | None = None
+    stretches: tuple[Stretch, ...] = ()
     tile_masks: dict[tuple[int, int], Tensor] | None = None
 
     def show(self, name: str, x: Tensor) -> None:
@@ -184,6 +209,21 @@ Record = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Rows of one slot in a ragged forward: `n` of them from `start` on, and where they are recorded."""
+
+    slot: int
+    start: int
+    n: int
+    record: Record
+
+    def rows(self, g: GraphBuilder, x: Tensor, dim: int = 1) -> Tensor:
+        """Its rows of `x`, whose last dimension `dim` has those of all; no copy."""
+        shape = (*x.shape[:dim], self.n)
+        return g.view(x, shape, x.strides[1 : dim + 1], self.start * x.strides[dim])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Which rows of a recorded forward become part of a slot's state."""
 
@@ -191,6 +231,7 @@ class Commit:
     update: StateUpdate
     width: int  # rows of the forward
     n_keep: int  # its first rows that stay
+    place: int = 0  # which slot of the forward it was, which tells where its rows are recorded
 
 
 InputSizes = Mapping[str, tuple[ElementType, int]]  # by name: element type, number of elements

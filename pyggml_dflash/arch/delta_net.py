@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyggml_dflash.arch.base import Commit, GraphKey, Record, State, StateTensor, StateUpdate, Step
+from pyggml_dflash.arch.base import Commit, Record, State, StateTensor, StateUpdate, Step
 from pyggml_dflash.arch.blocks import apart, norm, read_slots, write_slots
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder
@@ -139,14 +139,40 @@ def run_delta(
     rows = delta_rows(g, w, x)
     if step.slots is not None:
         return _run_slots(g, config, w, layer, rows, state, step, step.slots)
+    if step.stretches:
+        return _run_stretches(g, config, w, layer, rows, state, step)
     now = slot_state(g, config, state, layer, key.slot)
     scan = delta_scan(g, w, rows, now, net, eps, key.n_tokens if key.update == "snapshots" else 1)
     if key.update == "commit":
         scan.commit(g, now)
     else:
         assert step.record is not None
-        record_rows(g, step.record, layer, rows, scan, key)
+        record_rows(g, step.record, layer, rows, scan, key.update)
     return scan.outputs(g)
+
+
+def _run_stretches(
+    g: GraphBuilder,
+    config: ModelConfig,
+    w: BlockWeights,
+    layer: int,
+    rows: DeltaRows,
+    state: State,
+    step: Step,
+) -> Tensor:
+    """Each slot's rows from its own state, which is left as it is; they are recorded."""
+    net, update = config.delta_net, step.key.update
+    assert net is not None
+    found: Tensor | None = None
+    for stretch in step.stretches:
+        now = slot_state(g, config, state, layer, stretch.slot)
+        own = DeltaRows(*(stretch.rows(g, x) for x in (rows.mixed, rows.decay, rows.beta)))
+        scan = delta_scan(g, w, own, now, net, config.norm_eps, stretch.n if update == "snapshots" else 1)
+        record_rows(g, stretch.record, layer, own, scan, update)
+        outputs = scan.outputs(g)
+        found = outputs if found is None else g.concat(found, outputs, 2)
+    assert found is not None
+    return found
 
 
 def _run_slots(
@@ -184,11 +210,11 @@ def _run_slots(
 
 
 def record_rows(
-    g: GraphBuilder, record: Record, layer: int, rows: DeltaRows, scan: DeltaScan, key: GraphKey
+    g: GraphBuilder, record: Record, layer: int, rows: DeltaRows, scan: DeltaScan, update: StateUpdate
 ) -> None:
     """Write what `build_commit` needs of a forward that leaves the state as it was."""
-    name, n = f"blk.{layer}.", key.n_tokens
-    if key.update == "snapshots":
+    name, n = f"blk.{layer}.", scan.n_tokens
+    if update == "snapshots":
         size = scan.window.shape[0] * scan.window.shape[1]
         flat = g.view(record[f"{name}window"], (size,), (), 0)
         g.expand(g.copy(scan.window, flat))

@@ -49,7 +49,7 @@ from pyggml_dflash.model.config import ConfigReader, DeltaNetConfig, ModelConfig
 from pyggml_dflash.model.weights import LoadedWeights, TensorSpec, matrix, vector
 
 NODES_PER_LAYER = 96
-NODES_PER_PART = 24  # what a row of a batch does alone in a layer
+NODES_PER_PART = 40  # what a row of a batch does alone in a layer, or one slot of a ragged forward
 
 
 def recurrent_layers(r: ConfigReader, n_layer: int, n_all: int) -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ from typing import Final
 
 from pyggml_dflash.arch import architecture_of
 from pyggml_dflash.arch.base import Architecture, GraphKey, StateLayout
-from pyggml_dflash.engine.drafter_loader import SpeculationPlan, choose_recording, make_drafter
+from pyggml_dflash.engine.drafter_loader import SpeculationPlan, choose_recording, make_drafters
 from pyggml_dflash.engine.drafting import Drafter
 from pyggml_dflash.engine.forward import Model, Recording, build_forward
 from pyggml_dflash.engine.graph_cache import Relieve
@@ -254,7 +254,9 @@ def draw(options: EngineOptions, model: ModelFile, stack: ExitStack, ledger: Led
         streaming=streaming,
         placements=placements,
         choice=model.choice,
-        recording=None if plan is None else choose_recording(plan, architecture, config, backend, free),
+        recording=None
+        if plan is None
+        else choose_recording(plan, architecture, config, backend, free, options.slots),
         flash_attn=choose_flash_attn(options, model, backend, placements, split),
     )
 
@@ -362,7 +364,7 @@ class Assembly:
 
     slots: SlotTable
     forwards: Forwards
-    drafter: Drafter | None
+    drafters: tuple[Drafter, ...]  # one per slot, or none
 
 
 def assemble(
@@ -374,7 +376,7 @@ def assemble(
     *,
     relieve: Relieve | None = None,
 ) -> Assembly:
-    """Make slots, forwards and drafter; with a dry ledger they can be measured only. `stack` frees them."""
+    """Make slots, forwards and drafters; with a dry ledger they can be measured only. `stack` frees them."""
     b = blueprint
     slots = SlotTable(b.backend, ledger, settings.layout, b.options.slots, b.home)
     stack.callback(slots.close)
@@ -392,8 +394,8 @@ def assemble(
     )
     stack.callback(forwards.close)
     if b.speculation is None:
-        return Assembly(slots, forwards, None)
-    drafter = make_drafter(
+        return Assembly(slots, forwards, ())
+    drafters = make_drafters(
         b.speculation,
         b.options,
         b.backend,
@@ -402,4 +404,4 @@ def assemble(
         stack,
         relieve=relieve,
     )
-    return Assembly(slots, forwards, drafter)
+    return Assembly(slots, forwards, drafters)

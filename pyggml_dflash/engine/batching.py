@@ -26,7 +26,13 @@ class Batching:
     exact: bool  # a row's logits do not depend on how many others run beside it
     reason: str
     verify_rows: int = 1  # most rows of a verify forward that give what decoding gives; 1: unknown
+    ragged_rows: int = 1  # the same for one over several slots, of all of them together; 1: unknown
     paddings: Paddings = NO_PADDING  # of products with weights
+
+
+def most_ragged_rows(n_slots: int, max_width: int) -> int:
+    """The most rows that verify forwards over several slots are looked at with; 0: there are none."""
+    return min(MOST_ROWS, n_slots * max_width) if n_slots > 1 and max_width > 1 else 0
 
 
 UNMEASURED: Final = Batching(mode="batched", rows=MOST_ROWS, exact=False, reason="nothing was measured")

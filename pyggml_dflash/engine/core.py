@@ -3,7 +3,7 @@
 Created and used on one thread; a call from another raises. Objects are freed in the reverse order of
 their creation.
 
-The drafter follows one sequence at a time: the first that may be drafted for while it is free.
+Every slot has a drafter of its own, which follows the sequence there if it may be drafted for.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pyggml_dflash.engine.drafting import Backlog, Drafter
 from pyggml_dflash.engine.failures import Failures
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
+from pyggml_dflash.engine.ragged import Ragged
 from pyggml_dflash.engine.regain import begin_again, regain
 from pyggml_dflash.engine.reuse import Reuse
 from pyggml_dflash.engine.sampling import Sampler
@@ -51,7 +52,6 @@ from pyggml_dflash.state.slot import Slot, SlotTable
 LOG: Final = logging.getLogger(__name__)
 PICK_ROWS: Final = 256  # of a forward that shows its choice of experts: all of them have logits
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
-DRAFTER_TAKEN: Final = "the drafter followed another request"
 DRAFTER_BEHIND: Final = "the state that was continued has nothing of the drafter's"
 
 
@@ -65,23 +65,25 @@ class EngineCore:
         ledger: Ledger,
         n_ctx: int,
         stack: ExitStack,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
         *,
         trims: PoolTrims,
         control: VerifyWidth | None = None,
         reuse: Reuse | None = None,
     ) -> None:
-        """`control` has what is known about cost and acceptance of the drafter's steps; `reuse` what prompts
-        may continue: it is bound to these slots, and closed with the core."""
+        """`drafters`: one per slot, or none. `control` has what is known about cost and acceptance of their
+        steps; `reuse` what prompts may continue: it is bound to these slots, and closed with the core."""
         self.reuse = reuse
-        self._drafter, self._control, self.trims = drafter, control, trims
-        self._backlog = None if drafter is None else Backlog(forwards, drafter)
+        self._drafters, self._control, self.trims = tuple(drafters), control, trims
+        self._backlogs = tuple(Backlog(forwards, drafter, i) for i, drafter in enumerate(drafters))
         self._forwards, self._slots, self._ledger, self._stack = forwards, slots, ledger, stack
         self._thread = threading.get_ident()
         self.n_ctx, self.chunk = n_ctx, forwards.chunk
         self.granule = granule_of(self.chunk, len(slots.slots))
         self._seats: list[Seat | None] = [None] * len(slots.slots)
         self._failures = Failures()
+        several = len(drafters) > 1
+        self._ragged = Ragged(forwards, drafters, self._backlogs, self._failures) if several else None
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -127,11 +129,7 @@ class EngineCore:
         rows = self._rows_of(admission)
         ends = prompt_ends(len(admission.tokens), admission.boundaries, rows)
         seat = Seat(slot, admission, ends.all)
-        if admission.drafts and self._drafter is not None:
-            if any(other is not None and other.drafts for other in self._seats):
-                seat.plain_reason = DRAFTER_TAKEN
-            else:
-                seat.drafts = True
+        seat.drafts = admission.drafts and bool(self._drafters)
         if admission.reuses and self.reuse is not None:
             self._continue(seat, ends, self.reuse)
         seat.n_read = seat.n_cached = slot.n_past
@@ -141,7 +139,7 @@ class EngineCore:
 
     def _continue(self, seat: Seat, ends: PromptEnds, reuse: Reuse) -> None:
         """Have the slot hold what is stored of the prompt, and the drafter, if it follows, know of it."""
-        admission, slot, companion = seat.admission, seat.slot, self._backlog if seat.drafts else None
+        admission, slot, companion = seat.admission, seat.slot, self._backlog_of(seat)
         try:
             seat.prompt = reuse.begin(
                 slot,
@@ -156,6 +154,9 @@ class EngineCore:
             slot.reset()
         if companion is not None and slot.n_past and not companion.covers(slot.n_past):
             seat.drafts, seat.plain_reason = False, DRAFTER_BEHIND
+
+    def _backlog_of(self, seat: Seat) -> Backlog | None:
+        return self._backlogs[seat.slot.id] if seat.drafts else None
 
     def _rows_of(self, admission: Admission) -> int:
         if admission.sampler is not None:
@@ -188,7 +189,11 @@ class EngineCore:
         failed: dict[int, Exception] = {}
         regaining: set[int] = set()
         runs = decode_step(
-            self._forwards, self._backlog, self._failures, [self.seat(id) for id in plan.decode]
+            self._forwards,
+            self._backlogs,
+            self._ragged,
+            self._failures,
+            [self.seat(id) for id in plan.decode],
         )
         started_s = time.perf_counter()
         for id in plan.prefill:
@@ -245,11 +250,15 @@ class EngineCore:
         part, ahead, last = tokens[start:end], tokens[end : seat.end_behind(end)], end == len(tokens)
         output: OutputKind = "all" if admission.sampler is None else "last" if last else "none"
         rows = self._run_prompt(slot, part, output, ahead=ahead, drafting=seat.drafts)
+        if seat.drafts:  # before the forward of another prompt overwrites what was recorded of this one
+            self._failures.attempt_drafting(seat, self._backlogs[slot.id].settle)
         first: Chosen | None = None
         if last and admission.sampler is not None:
             assert rows is not None
             if seat.drafts:
-                seat.speculation = self.speculation(seat.sampler, admission.width, admission.stop_ids)
+                seat.speculation = self.speculation(
+                    seat.sampler, admission.width, admission.stop_ids, slot=slot.id
+                )
             first, rows = seat.begin_answer(rows[0]), None
         elif last:
             seat.phase = "done"
@@ -270,7 +279,7 @@ class EngineCore:
 
     def _store(self, seat: Seat, *, is_over: bool) -> None:
         """Store the state of a prompt where that is worth it; an answer never fails for it."""
-        prompt, companion = seat.prompt, self._backlog if seat.drafts else None
+        prompt, companion = seat.prompt, self._backlog_of(seat)
         if prompt is None or self.reuse is None:
             return
         store = self.reuse.leave if is_over else self.reuse.after_forward
@@ -298,12 +307,14 @@ class EngineCore:
         self._check_thread()
         output: OutputKind = "last" if last else "none"
         rows = self._run_prompt(slot, tokens, output, ahead=ahead, drafting=drafting)
+        if drafting and self._backlogs:
+            self._backlogs[slot.id].settle()
         return None if rows is None else rows[0]
 
     def _run_prompt(
         self, slot: Slot, tokens: Sequence[int], output: OutputKind, *, ahead: Sequence[int], drafting: bool
     ) -> Logits | None:
-        backlog = self._backlog if drafting else None
+        backlog = self._backlogs[slot.id] if drafting and self._backlogs else None
         if backlog is not None:
             if slot.n_past == 0:
                 backlog.begin()
@@ -323,19 +334,19 @@ class EngineCore:
         return logits
 
     def speculation(
-        self, sampler: Sampler, width: int | None, ends: Set[int] = frozenset()
+        self, sampler: Sampler, width: int | None, ends: Set[int] = frozenset(), *, slot: int = 0
     ) -> Speculation | None:
         """What continues a sequence whose prompt was recorded, up to an end; None without a drafter."""
         self._check_thread()
-        if self._drafter is None:
+        if not self._drafters:
             return None
         return Speculation(
             self._forwards,
-            self._drafter,
+            self._drafters[slot],
             sampler,
             width=width,
             ends=ends,
-            backlog=self._backlog,
+            backlog=self._backlogs[slot],
             control=self._control,
         )
 

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from pyggml_dflash.engine.acceptance import Chosen
 from pyggml_dflash.engine.drafting import Backlog
 from pyggml_dflash.engine.failures import Failures
 from pyggml_dflash.engine.graphs import Forwards, Logits
+from pyggml_dflash.engine.ragged import Ragged, Run
 from pyggml_dflash.engine.sampling import best
 from pyggml_dflash.engine.seat import Seat
 
 Take = Callable[[int, Logits], bool]  # takes a token and the logits it is from; True: that is enough
 Pause = Callable[[], bool]
-Run = Sequence[Chosen]
 
 
 def decode_step(
-    forwards: Forwards, backlog: Backlog | None, failures: Failures, seats: Sequence[Seat]
+    forwards: Forwards,
+    backlogs: Sequence[Backlog],
+    ragged: Ragged | None,
+    failures: Failures,
+    seats: Sequence[Seat],
 ) -> dict[int, Run | Exception]:
-    """The next tokens of every sequence, by its slot: of one alone as many as drafts give it, else one each.
+    """The next tokens of every sequence, by its slot: as many as drafts give it, or one.
 
+    `backlogs`: what waits for the drafter of each slot; none without drafters, and then nothing is `ragged`.
     As few forwards as rows may share; each is committed before the next, so that one that fails leaves the
     sequences of the others as they should be. Those whose last step failed share none. An empty run is that
     of a sequence whose state was lost through another.
     """
     if len(seats) == 1:
         (seat,) = seats
-        return {seat.slot.id: failures.attempt(seat, partial(_decode_run, forwards, backlog, seat))}
+        return {seat.slot.id: failures.attempt(seat, partial(_decode_run, forwards, backlogs, seat))}
     apart = [seat for seat in seats if seat.failed_at == seat.slot.n_past]
-    found = _decode_alone(forwards, backlog, failures, apart)
+    found = _decode_alone(forwards, backlogs, failures, apart)
     together = [seat for seat in seats if seat not in apart]
     for group in _groups(together, forwards.batching.rows):
-        found |= _decode_group(forwards, backlog, failures, group)
+        found |= _decode_group(forwards, backlogs, ragged, failures, group)
     return found
 
 
@@ -46,40 +51,60 @@ def _groups(seats: Sequence[Seat], most: int) -> list[Sequence[Seat]]:
 
 
 def _decode_group(
-    forwards: Forwards, backlog: Backlog | None, failures: Failures, seats: Sequence[Seat]
+    forwards: Forwards,
+    backlogs: Sequence[Backlog],
+    ragged: Ragged | None,
+    failures: Failures,
+    seats: Sequence[Seat],
 ) -> dict[int, Run | Exception]:
-    """One token each, from one forward; where that fails, each alone."""
+    """The next tokens of each, from one forward; where that fails, one token of each alone."""
     if len(seats) > 1:
         try:
-            rows = _decode_rows(forwards, backlog, seats)
+            runs = None if ragged is None else ragged.step(seats)
+            return _decode_plainly(forwards, backlogs, ragged, failures, seats) if runs is None else runs
         except Exception as error:
             failures.note(error, *seats)
             may_go_on = {seat.slot.id: failures.may_regain(seat, error) for seat in seats}
             whole = [seat for seat in seats if may_go_on[seat.slot.id] and seat.is_whole]
             rest = [seat.slot.id for seat in seats if seat not in whole]
             stopped: dict[int, Run | Exception] = {id: () if may_go_on[id] else error for id in rest}
-            return stopped | _decode_alone(forwards, backlog, failures, whole)
-        return {seat.slot.id: _chosen(seat, row) for seat, row in zip(seats, rows, strict=True)}
-    return _decode_alone(forwards, backlog, failures, seats)
+            return stopped | _decode_alone(forwards, backlogs, failures, whole)
+    return _decode_alone(forwards, backlogs, failures, seats)
+
+
+def _decode_plainly(
+    forwards: Forwards,
+    backlogs: Sequence[Backlog],
+    ragged: Ragged | None,
+    failures: Failures,
+    seats: Sequence[Seat],
+) -> dict[int, Run | Exception]:
+    """One token each, from one forward."""
+    started, n_built = time.perf_counter(), forwards.built.n
+    rows = _decode_rows(forwards, backlogs, failures, seats)
+    runs = {seat.slot.id: _chosen(seat, row) for seat, row in zip(seats, rows, strict=True)}
+    if ragged is not None:
+        ragged.plain(seats, time.perf_counter() - started, built=forwards.built.n > n_built)
+    return runs
 
 
 def _decode_alone(
-    forwards: Forwards, backlog: Backlog | None, failures: Failures, seats: Sequence[Seat]
+    forwards: Forwards, backlogs: Sequence[Backlog], failures: Failures, seats: Sequence[Seat]
 ) -> dict[int, Run | Exception]:
     """One token each, from a forward each."""
     return {
-        seat.slot.id: failures.attempt(seat, partial(_decode_one, forwards, backlog, seat)) for seat in seats
+        seat.slot.id: failures.attempt(seat, partial(_decode_one, forwards, backlogs, seat)) for seat in seats
     }
 
 
-def _decode_run(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> Run:
+def _decode_run(forwards: Forwards, backlogs: Sequence[Backlog], seat: Seat) -> Run:
     """A step of a sequence that has it for itself, with drafts if the drafter follows."""
-    return seat.next_run(forwards.n_ctx) if seat.speculates else _decode_one(forwards, backlog, seat)
+    return seat.next_run(forwards.n_ctx) if seat.speculates else _decode_one(forwards, backlogs, seat)
 
 
-def _decode_one(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> Run:
+def _decode_one(forwards: Forwards, backlogs: Sequence[Backlog], seat: Seat) -> Run:
     """A step without drafts, recorded for the drafter if it follows."""
-    slot, token, log = seat.slot, seat.anchor, backlog if seat.drafts else None
+    slot, token, log = seat.slot, seat.anchor, backlogs[seat.slot.id] if seat.drafts else None
     if log is not None:
         log.make_room(1)
     logits = forwards.decode(slot, token, capture=log is not None)
@@ -89,20 +114,22 @@ def _decode_one(forwards: Forwards, backlog: Backlog | None, seat: Seat) -> Run:
     return [seat.choose(logits)]
 
 
-def _decode_rows(forwards: Forwards, backlog: Backlog | None, seats: Sequence[Seat]) -> Logits:
+def _decode_rows(
+    forwards: Forwards, backlogs: Sequence[Backlog], failures: Failures, seats: Sequence[Seat]
+) -> Logits:
     """A token of each of several sequences, committed: logits F32 [n, n_vocab], valid until the next step.
 
-    The one that the drafter follows is recorded for it.
+    Those that a drafter follows are recorded for it.
     """
-    followed = next((i for i, seat in enumerate(seats) if seat.drafts), None)
-    log = None if followed is None else backlog
-    if log is not None:
-        log.make_room(1)
+    for seat in seats:
+        if seat.drafts:
+            failures.attempt_drafting(seat, partial(backlogs[seat.slot.id].make_room, 1))
+    followed = [i for i, seat in enumerate(seats) if seat.drafts]
     logits = forwards.decode_batch(
         [seat.slot for seat in seats], [seat.anchor for seat in seats], capture=followed
     )
-    if log is not None and followed is not None:
-        log.add((seats[followed].anchor,), seats[followed].slot.n_past)
+    for i in followed:
+        backlogs[seats[i].slot.id].add((seats[i].anchor,), seats[i].slot.n_past)
     for seat in seats:
         seat.slot.commit(1)
     return logits
@@ -156,7 +183,7 @@ def _run_plain(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool
 def _run_undrafted(forwards: Forwards, seat: Seat, take: Take, pause: Pause) -> bool:
     """Steps of a sequence that the drafter no longer follows."""
     while True:
-        (chosen,) = _decode_one(forwards, None, seat)
+        (chosen,) = _decode_one(forwards, (), seat)
         if take(chosen.token, chosen.logits):
             return True
         if pause():

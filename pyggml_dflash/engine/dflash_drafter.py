@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final
@@ -55,7 +56,10 @@ class Ring:
 
 
 class DFlashDrafter:
-    """One draft beside its target; reads what `forwards` recorded."""
+    """One draft beside its target, for one slot; reads what `forwards` recorded.
+
+    Those of other slots, which `beside` makes, use the inputs and the memory of the first one's graphs.
+    """
 
     name = "dflash"
 
@@ -71,10 +75,12 @@ class DFlashDrafter:
         *,
         relieve: Relieve | None = None,
     ) -> None:
-        self.config, self._weights, self._forwards, self._backend = config, weights, forwards, backend
+        self._slot, self._first_row = 0, forwards.space.own(0).first
+        self.config, self._weights, self._forwards = config, weights, forwards
+        self._backend, self._ledger = backend, ledger
+        self._types = cache_type(type_k, config), cache_type(type_v, config)
         self.capture = Capture(layers=config.target_layers)
         self.max_drafts = config.block_size - 1
-        self._n_seen = 0
         block, n_ctx = config.block_size, forwards.n_ctx
         whole = bucketed(n_ctx + block)
         self._rings = [
@@ -83,24 +89,37 @@ class DFlashDrafter:
         ]
         self._kinds = sorted(set(self._rings), key=lambda ring: (ring.n_cells, ring.window, ring.causal))
         with ExitStack() as stack:
-            arena = TensorArena(backend, ledger, "draft cache", n_tensors=2 * config.n_layer)
-            stack.callback(arena.close)
-            types = cache_type(type_k, config), cache_type(type_v, config)
-            self._caches = [
-                DraftCache(
-                    *(
-                        arena.declare(f"draft.{i}.{name}", type, config.kv_dim, ring.n_cells)
-                        for name, type in zip("kv", types, strict=True)
-                    )
-                )
-                for i, ring in enumerate(self._rings)
-            ]
-            arena.allocate(zero=True)
+            self._allocate(stack)
             self._inputs = InputArena(backend, ledger, "inputs", self._input_sizes())
             stack.callback(self._inputs.close)
             self._cache = GraphCache(backend, ledger, "draft graphs", relieve=relieve, built=forwards.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
+
+    def _allocate(self, stack: ExitStack) -> None:
+        """What is of one slot."""
+        arena = TensorArena(self._backend, self._ledger, "draft cache", n_tensors=2 * self.config.n_layer)
+        stack.callback(arena.close)
+        self._caches = [
+            DraftCache(
+                *(
+                    arena.declare(f"draft.{i}.{name}", type, self.config.kv_dim, ring.n_cells)
+                    for name, type in zip("kv", self._types, strict=True)
+                )
+            )
+            for i, ring in enumerate(self._rings)
+        ]
+        arena.allocate(zero=True)
+        self._n_seen = 0
+
+    def beside(self, slot: int) -> DFlashDrafter:
+        """The one of another slot; to be closed before this one."""
+        other = copy(self)
+        other._slot, other._first_row = slot, self._forwards.space.own(slot).first
+        with ExitStack() as stack:
+            other._allocate(stack)
+            other._stack = stack.pop_all()
+        return other
 
     def _input_sizes(self) -> dict[str, tuple[ElementType, int]]:
         config, rows = self.config, max(INJECT_ROWS, self.config.block_size)
@@ -124,14 +143,16 @@ class DFlashDrafter:
                 zero_tensor(x, 0, min(ring.n_cells, n_used) * x.strides[1])
         self._n_seen = 0
 
-    def observe(self, tokens: Sequence[int], n_past: int) -> None:
+    def observe(self, tokens: Sequence[int], n_past: int, row: int | None = None) -> None:
         """Put keys and values of committed rows into the draft's cache."""
         assert n_past == self._n_seen, "a gap in what the draft has seen"
         self._n_seen += len(tokens)
+        row = self._first_row if row is None else row
         for start in range(0, len(tokens), INJECT_ROWS):
             n = min(INJECT_ROWS, len(tokens) - start)
             self._set_positions(n_past + start, n)
-            self._cache.get(("inject", start, n), partial(self._build_inject, start, n)).run()
+            at = row + start
+            self._cache.get(("inject", self._slot, at, n), partial(self._build_inject, at, n)).run()
 
     def _set_positions(self, first: int, n: int) -> None:
         positions = np.arange(first, first + n)
@@ -170,7 +191,7 @@ class DFlashDrafter:
         spans = tuple(min(ring.n_cells, bucketed(n_past + block)) for ring in self._kinds)
         drawn = sampler is not None and not sampler.greedy
         want = "candidates" if self.config.selector else "logits" if drawn else "best"
-        key = ("block", spans, want)
+        key = ("block", self._slot, spans, want)
         graph: StepGraph = self._cache.get(key, lambda: self._build_block(spans, want))
         for i, (ring, n_kv) in enumerate(zip(self._kinds, spans, strict=True)):
             mask = self._inputs[f"mask{i}"]
@@ -199,8 +220,7 @@ class DFlashDrafter:
         """Bytes of its largest graph of a whole context, without running one."""
         spans = tuple(ring.n_cells for ring in self._kinds)
         wants = ("candidates",) if self.config.selector else ("best", "logits")
-        n_features = self._forwards.record["features"].shape[1]
-        rows = min(INJECT_ROWS, n_features)
+        rows = min(INJECT_ROWS, self._forwards.space.most_waiting)
         block = probe.largest(
             (("block", spans, want), partial(self._graph_of, self._build_block, spans, want))
             for want in wants
@@ -291,7 +311,7 @@ class DFlashDrafter:
         self.begin()
 
     def close(self) -> None:
-        """Free caches, inputs and graphs; the weights are their owner's."""
+        """Free the caches, and of the first one inputs and graphs; the weights are their owner's."""
         self._stack.close()
 
 

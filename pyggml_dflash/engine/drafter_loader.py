@@ -129,14 +129,42 @@ def _plan_mtp(
 
 
 def choose_recording(
-    plan: SpeculationPlan, architecture: Architecture, config: ModelConfig, backend: Backend, free: int
+    plan: SpeculationPlan,
+    architecture: Architecture,
+    config: ModelConfig,
+    backend: Backend,
+    free: int,
+    n_slots: int = 1,
 ) -> Recording:
     """How verify forwards are taken back: by replay on a host, where recomputing a few rows is cheaper than
-    writing a state after each; by snapshots on a GPU, if they take a small part of what is free."""
+    writing a state after each; by snapshots on a GPU, if those of all slots take a small part of what is
+    free."""
     tensors = architecture.record_tensors(config, "snapshots", plan.max_width)
-    small = sum(t.n_bytes for t in tensors) <= SNAPSHOT_PART * free
+    small = n_slots * sum(t.n_bytes for t in tensors) <= SNAPSHOT_PART * free
     update: StateUpdate = "snapshots" if small and not backend.is_host else "replay"
     return Recording(capture=plan.capture, update=update, max_width=plan.max_width)
+
+
+def make_drafters(
+    plan: SpeculationPlan,
+    options: EngineOptions,
+    backend: Backend,
+    ledger: Ledger,
+    forwards: Forwards,
+    stack: ExitStack,
+    *,
+    relieve: Relieve | None = None,
+) -> tuple[Drafter, ...]:
+    """Load what the plan names: a drafter for each slot, which share all but what they know of a sequence.
+
+    `stack` frees them.
+    """
+    first = make_drafter(plan, options, backend, ledger, forwards, stack, relieve=relieve)
+    others = []
+    for slot in range(1, forwards.n_slots):
+        others.append(first.beside(slot))
+        stack.callback(others[-1].close)
+    return (first, *others)
 
 
 def make_drafter(
@@ -148,8 +176,8 @@ def make_drafter(
     stack: ExitStack,
     *,
     relieve: Relieve | None = None,
-) -> Drafter:
-    """Load what the plan names; `stack` frees it."""
+) -> MtpDrafter | DFlashDrafter:
+    """Load what the plan names, for the first slot; `stack` frees it."""
     type_k, type_v = (ElementType[t.upper()] for t in (options.cache_type_k, options.cache_type_v))
     weights, target = forwards.model.weights, forwards.model.weights
     if plan.file is not None:

@@ -30,7 +30,7 @@ class Proposal:
 
 
 class Drafter(Companion, Protocol):
-    """Proposes tokens for one slot at a time; what it knows of the sequence can be stored with the slot.
+    """Proposes tokens for one slot; what it knows of the sequence can be stored with the slot.
 
     As a `Companion` it knows of what it was shown alone; a `Backlog` knows of what waits, too.
     """
@@ -42,8 +42,11 @@ class Drafter(Companion, Protocol):
     def begin(self) -> None:
         """Forget the sequence before."""
 
-    def observe(self, tokens: Sequence[int], n_past: int) -> None:
-        """Take in the first rows of the target's record: `tokens` at positions from `n_past` on."""
+    def observe(self, tokens: Sequence[int], n_past: int, row: int | None = None) -> None:
+        """Take in rows of the target's record: `tokens` at positions from `n_past` on.
+
+        They lie from `row` on; None: in its slot's own room.
+        """
 
     def propose(self, anchor: int, n_past: int, n_drafts: int, sampler: Sampler | None) -> Proposal:
         """Up to `n_drafts` tokens behind `anchor`, which stands at position `n_past`.
@@ -61,15 +64,16 @@ class Drafter(Companion, Protocol):
 
 
 class Backlog:
-    """Committed rows that wait in the target's record until the drafter takes them in.
+    """Committed rows of one slot that wait in the target's record until its drafter takes them in.
 
     Plain steps and prompts leave theirs here: taking in many at once is cheaper, and in an answer without
     a draft it never has to happen. It is the `Companion` that is stored with a slot: whoever stores the
     sequence has what waits taken in first, and whoever restores one leaves nothing waiting.
     """
 
-    def __init__(self, forwards: Forwards, drafter: Drafter) -> None:
-        self._forwards, self._drafter = forwards, drafter
+    def __init__(self, forwards: Forwards, drafter: Drafter, slot: int = 0) -> None:
+        self._forwards, self._drafter, self._slot = forwards, drafter, slot
+        self._own = self._room = forwards.space.own(slot)
         self._tokens: list[int] = []
         self._n_past = 0  # position of the first that waits
 
@@ -80,8 +84,11 @@ class Backlog:
 
     def make_room(self, n: int) -> None:
         """See to it that a forward can record `n` rows."""
-        if self._forwards.recorded + n > self._forwards.record_rows:
+        if self._room != self._own or len(self._tokens) + n > self._room.n_rows:
             self.take()
+            if n > self._own.n_rows:
+                self._room = self._forwards.space.shared
+                self._forwards.recorded[self._slot] = self._room.first
 
     def add(self, tokens: Sequence[int], n_past: int) -> None:
         """The last forward's first rows are committed: `tokens` at positions from `n_past` on."""
@@ -89,14 +96,23 @@ class Backlog:
             self._n_past = n_past
         assert n_past == self._n_past + len(self._tokens), "a gap in what was recorded"
         self._tokens += tokens
-        self._forwards.recorded += len(tokens)
+        self._forwards.recorded[self._slot] += len(tokens)
 
     def take(self) -> None:
         """Show the drafter everything that waits."""
         if self._tokens:
-            tokens = tuple(self._tokens)
+            tokens, first = tuple(self._tokens), self._room.first
             self._clear()
-            self._drafter.observe(tokens, self._n_past)
+            self._drafter.observe(tokens, self._n_past, first)
+
+    def drop(self) -> None:
+        """What waits is not wanted: the drafter no longer follows this sequence."""
+        self._clear()
+
+    def settle(self) -> None:
+        """Have nothing wait where others' prompts are recorded."""
+        if self._room != self._own:
+            self.take()
 
     @property
     def kind(self) -> str:
@@ -123,7 +139,8 @@ class Backlog:
 
     def _clear(self) -> None:
         self._tokens.clear()
-        self._forwards.recorded = 0
+        self._room = self._own
+        self._forwards.recorded[self._slot] = self._own.first
 
 
 def distribution(logits: npt.NDArray[Any], sampler: Sampler) -> npt.NDArray[np.float64] | None:

@@ -35,6 +35,15 @@ class Failures:
                 if not self.may_repeat(seat, error):
                     return error
 
+    def attempt_drafting(self, seat: Seat, work: Callable[[], T]) -> T | None:
+        """What a drafter's work gives; where it fails, which changes no state, the sequence has no drafts."""
+        try:
+            return work()
+        except Exception as error:
+            self.note(error, seat)
+            seat.put_drafts_aside(f"drafting was put aside: {error}")
+            return None
+
     def note(self, error: Exception, *seats: Seat) -> None:
         """Count a step of these slots, and log why it failed."""
         self.n += 1

@@ -229,8 +229,8 @@ class Planner:
         """What graphs take on a device, measured."""
         probe = self._probe.on(device)
         found = {"graphs": parts.forwards.needs(probe)}
-        if parts.drafter is not None:
-            found["draft graphs"] = parts.drafter.needs(probe)
+        if parts.drafters:
+            found["draft graphs"] = parts.drafters[0].needs(probe)
         if probe.scratch:
             found["graph scratch"] = probe.scratch
         return found

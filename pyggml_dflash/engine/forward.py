@@ -8,6 +8,7 @@ from typing import Final
 
 from pyggml_dflash.arch.base import Architecture, Capture, GraphKey, StateTensor, StateUpdate, Step, Tap
 from pyggml_dflash.arch.tiled import TILE_ROWS, mask_rows
+from pyggml_dflash.engine.batching import most_ragged_rows
 from pyggml_dflash.engine.inputs import Inputs
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
@@ -73,6 +74,13 @@ def record_layout(model: Model, recording: Recording, max_rows: int) -> tuple[St
         shape = (config.hidden_width, max_rows + 1)  # row 0 is the one before the forward
         found.append(StateTensor(name="hidden", type=ElementType.F32, shape=shape, grows=False))
     return tuple(found)
+
+
+def record_places(model: Model, recording: Recording, n_slots: int) -> tuple[tuple[StateTensor, ...], ...]:
+    """What ragged forwards record into for each of their slots but the first, which has `record_layout`."""
+    tensors = tuple(model.architecture.record_tensors(model.config, recording.update, recording.max_width))
+    n_places = min(n_slots, most_ragged_rows(n_slots, recording.max_width))
+    return (tensors,) * max(0, n_places - 1)
 
 
 def build_forward(

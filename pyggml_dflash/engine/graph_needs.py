@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from pyggml_dflash.arch.base import Commit, GraphKey
+from pyggml_dflash.arch.base import Commit, GraphKey, StateUpdate
 from pyggml_dflash.arch.tiled import TILE_ROWS
-from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS
+from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS, most_ragged_rows
 from pyggml_dflash.engine.inputs import BUCKET, bucketed
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 
@@ -87,10 +87,30 @@ class _Needs:
             graphs += [
                 replace(verifies[-1], n_kv=part.n_kv, form="", parts=(part,) * width) for part in alone
             ]
+            graphs += self._ragged(width, update)
         commit = Commit(slot=0, update=update, width=width, n_keep=width)
         if forwards.records_state(commit):
             graphs.append(commit)
         return probe.largest((key, self._builder(key)) for key in graphs)
+
+    def _ragged(self, width: int, update: StateUpdate) -> list[GraphKey]:
+        """Verify forwards of most rows over most slots, all of them at such a depth."""
+        n_slots = self._forwards.n_slots
+        most = most_ragged_rows(n_slots, width)
+        shares = [len(range(i, most, n_slots)) for i in range(n_slots)]
+        rows = (self._keys(1, self._depths, slot=slot) for slot in range(n_slots))
+        return [
+            GraphKey.ragged(
+                tuple(
+                    replace(part, capture=False)
+                    for part, n in zip(parts, shares, strict=True)
+                    for _ in range(n)
+                ),
+                update,
+            )
+            for parts in zip(*rows, strict=True)
+            if most
+        ]
 
     def _chunks(self) -> set[int]:
         """Rows of the chunks at the end of the context that may take most: a tail, the most in each form,

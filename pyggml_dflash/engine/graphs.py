@@ -10,7 +10,7 @@ leave the recurrent state alone until `commit` says how many of their rows stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -20,12 +20,20 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Commit, FedRows, GraphKey, OutputKind, Step
 from pyggml_dflash.engine.batch_inputs import BatchInputs, with_parts
-from pyggml_dflash.engine.batching import UNMEASURED, Batching
-from pyggml_dflash.engine.forward import MakeStep, Model, Recording, build_graph, record_layout
+from pyggml_dflash.engine.batching import UNMEASURED, Batching, most_ragged_rows
+from pyggml_dflash.engine.forward import (
+    MakeStep,
+    Model,
+    Recording,
+    build_graph,
+    record_layout,
+    record_places,
+)
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
 from pyggml_dflash.engine.prompt_streams import ONE_STREAM, PromptStreams
+from pyggml_dflash.engine.record_space import RecordSpace
 from pyggml_dflash.ggml.arena import Home, SpreadArena
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
@@ -67,29 +75,32 @@ class Forwards:
         self._backend, self._ledger, self.model, self._slots = backend, ledger, model, slots
         self.n_ctx, self.chunk, self.recording = slots.layout.n_ctx, chunk, recording
         self.record: dict[str, Tensor] = {}
-        self.recorded = 0  # rows at the front of the record that captures leave alone
         self.built = BuildCount()
         self.batching = UNMEASURED
         self._joined: Logits | None = None
+        self._records: tuple[dict[str, Tensor], ...] = ({},) * self.n_slots
         max_width = 1 if recording is None else recording.max_width
-        self.record_rows = max(chunk, max_width)
+        self.space = RecordSpace(self.n_slots, max(chunk, max_width), max_width)
+        # By slot, the row of the record that its next capture begins at.
+        self.recorded = [self.space.own(i).first for i in range(self.n_slots)]
+        n_ragged = 0 if recording is None else most_ragged_rows(self.n_slots, max_width)
         with ExitStack() as stack:
             self.feeder = model.architecture.feeder(model.config, model.weights)
             if self.feeder is not None:
                 stack.callback(self.feeder.close)
             self.gather = None
             if host is not None:
-                most = max(chunk, max_width, len(slots.slots))
+                most = max(chunk, max_width, len(slots.slots), n_ragged)
                 self.gather = RowGather(host, ledger, model.weights, most)
                 stack.callback(self.gather.close)
             if recording is not None:
                 self._allocate_record(stack, recording)
             self._ones = tuple(self._inputs(stack, 1) for _ in slots.slots)
-            self._batch = self._batch_inputs(stack)
+            self._batch = self._batch_inputs(stack, max(self.n_slots, n_ragged))
             self._few = self._inputs(stack, max_width)
             self._streams = tuple(self._inputs(stack, rows) for rows in streams.most_rows(chunk))
             self._many = self._streams[0]
-            n_apart = max_width if len(slots.slots) > 1 and recording is not None else 0
+            n_apart = max(max_width, n_ragged) if len(slots.slots) > 1 and recording is not None else 0
             self._apart = tuple(self._inputs(stack, 1) for _ in range(n_apart))
             self._cache = GraphCache(backend, ledger, "graphs", relieve=relieve, built=self.built)
             stack.callback(self._cache.close)
@@ -140,22 +151,26 @@ class Forwards:
         stack.callback(inputs.close)
         return inputs
 
-    def _batch_inputs(self, stack: ExitStack) -> BatchInputs | None:
+    def _batch_inputs(self, stack: ExitStack, n_rows: int) -> BatchInputs | None:
         if len(self._ones) == 1:
             return None
         embedded, n_embd = self.gather is not None, self.model.config.n_embd
-        inputs = BatchInputs(self._backend, self._ledger, self._ones, n_embd, embedded=embedded)
+        inputs = BatchInputs(self._backend, self._ledger, n_rows, n_embd, embedded=embedded)
         stack.callback(inputs.close)
         return inputs
 
     def _allocate_record(self, stack: ExitStack, recording: Recording) -> None:
-        tensors = record_layout(self.model, recording, self.record_rows)
+        tensors = record_layout(self.model, recording, self.space.n_rows)
         if not tensors:
             return
-        arena = SpreadArena(self._home, self._ledger, "speculation record", n_tensors=len(tensors))
+        places = record_places(self.model, recording, self.n_slots)
+        n_tensors = len(tensors) + sum(len(place) for place in places)
+        arena = SpreadArena(self._home, self._ledger, "speculation record", n_tensors=n_tensors)
         stack.callback(arena.close)
         self.record = {t.name: arena.declare(t.name, t.type, *t.shape) for t in tensors}
+        more = [{t.name: arena.declare(t.name, t.type, *t.shape) for t in place} for place in places]
         arena.allocate(zero=True)
+        self._records = (self.record, *({**self.record, **place} for place in more))
 
     def prefill(
         self,
@@ -166,7 +181,7 @@ class Forwards:
         capture: bool = False,
         ahead: Sequence[int] = (),
     ) -> Logits | None:
-        """Run up to `chunk` prompt tokens behind what the slot has; `capture`: record rows behind `recorded`.
+        """Run up to `chunk` prompt tokens behind what the slot has; `capture`: record them behind `recorded`.
 
         Returns logits F32 [rows, n_vocab] of the last row or of all, or None for output 'none'. The
         array is a copy. `ahead`: the tokens of the next chunk, for what the host can prepare meanwhile.
@@ -214,7 +229,7 @@ class Forwards:
         key, inputs = self._row_key(slot.id, slot.n_past, capture=capture), self._ones[slot.id]
         graph = self._cache.get(key, lambda: self._build(key, inputs))
         if capture:
-            self._fill_log(inputs, 1)
+            self._fill_log(inputs, slot, 1)
         x = token if self.gather is None else self.gather.gather((token,))[0]
         inputs.fill_one(x, slot.id, slot.n_past, self.n_ctx)
         self._feed(inputs, slot, (token,), key)
@@ -232,12 +247,12 @@ class Forwards:
         return tuple(self._row_key(slot, n_past + i, capture=False) for i in range(n))
 
     def decode_batch(
-        self, slots: Sequence[Slot], tokens: Sequence[int], *, capture: int | None = None
+        self, slots: Sequence[Slot], tokens: Sequence[int], *, capture: Collection[int] = ()
     ) -> Logits:
         """Run one token behind what each of several slots has: logits F32 [n, n_vocab], row i of `slots[i]`.
 
         They are overwritten by the next call. Slots in the order of their ids cost least. `capture`: the
-        row that is recorded.
+        rows that are recorded, each where `recorded` says for its slot.
         """
         order = sorted(range(len(slots)), key=lambda i: slots[i].id)
         groups = _groups(order, self.batching.rows)
@@ -246,28 +261,29 @@ class Forwards:
         if self._joined is None:
             self._joined = np.empty((self.n_slots, self.model.config.n_vocab), np.float32)
         for group in groups:
-            captured = group.index(capture) if capture in group else None
+            captured = [i for i, row in enumerate(group) if row in capture]
             self._joined[group] = self._decode_group(
                 [slots[i] for i in group], [tokens[i] for i in group], captured
             )
         return self._joined[: len(order)]
 
-    def _decode_group(self, slots: Sequence[Slot], tokens: Sequence[int], capture: int | None) -> Logits:
+    def _decode_group(self, slots: Sequence[Slot], tokens: Sequence[int], capture: Collection[int]) -> Logits:
         """One forward for slots in the order of their ids."""
         if len(slots) == 1:
-            return self.decode(slots[0], tokens[0], capture=capture == 0)[None]
+            return self.decode(slots[0], tokens[0], capture=0 in capture)[None]
         batch = self._batch
         assert batch is not None
         parts = tuple(
-            self._row_key(slot.id, slot.n_past, capture=i == capture) for i, slot in enumerate(slots)
+            self._row_key(slot.id, slot.n_past, capture=i in capture) for i, slot in enumerate(slots)
         )
         key = GraphKey.batch(parts)
         graph = self._cache.get(key, lambda: self._build(key, batch))
         x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
-        batch.fill(x, [slot.id for slot in slots], [slot.n_past for slot in slots], self.n_ctx)
+        ids = [slot.id for slot in slots]
+        batch.fill(x, ids, [slot.n_past for slot in slots], self.n_ctx, [self._ones[id] for id in ids])
         for slot, token, part in zip(slots, tokens, parts, strict=True):
             if part.capture:
-                self._fill_log(self._ones[slot.id], 1)
+                self._fill_log(self._ones[slot.id], slot, 1)
             self._feed(self._ones[slot.id], slot, (token,), part)
             slot.torn = True
         return graph.run()[0]
@@ -294,12 +310,48 @@ class Forwards:
         self._fill(self._few, slot, tokens, key)
         return graph.run()[0]
 
-    def commit(self, slot: Slot, *, width: int, n_keep: int) -> None:
-        """Bring the recurrent state to the first `n_keep` rows of the last verify forward of `width` rows."""
+    def verify_ragged(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> Logits:
+        """As `verify`, a few rows of each of several slots in one forward: logits of all rows, in this order.
+
+        Rows attend on their own, so each is as in a forward of one row, as far as products are the same for
+        so many. `commit` finds a slot's rows by its place among the slots.
+        """
+        assert self.recording is not None
+        batch = self._batch
+        assert batch is not None
+        each = list(zip(slots, tokens, strict=True))
+        owners = [slot for slot, own in each for _ in own]
+        depth = [slot.n_past + i for slot, own in each for i in range(len(own))]
+        parts = tuple(self._row_key(s.id, at, capture=False) for s, at in zip(owners, depth, strict=True))
+        key = GraphKey.ragged(parts, self.recording.update)
+        graph = self._cache.get(key, lambda: self._build(key, batch))
+        every = [token for own in tokens for token in own]
+        x = every if self.gather is None else self.gather.gather(every).reshape(-1)
+        log = [row for slot, own in each for row in self._rows_to_log(slot, len(own))]
+        batch.fill(x, [slot.id for slot in owners], depth, self.n_ctx, self._apart[: len(parts)], log)
+        first = 0
+        for slot, own in each:
+            self._feed_apart(slot, own, parts[first : first + len(own)], first)
+            first += len(own)
+        return graph.run()[0]
+
+    def _feed_apart(self, slot: Slot, tokens: Sequence[int], parts: Sequence[GraphKey], first: int) -> None:
+        """Feed rows of a slot that attend on their own, as if each were decoded."""
+        slot.offer(tokens)
+        if self.feeder is not None:
+            for i, part in enumerate(parts):
+                rows = self._fed_rows(slot, tokens[: i + 1], i, part)
+                self._apart[first + i].feed(self.feeder, rows)
+
+    def commit(self, slot: Slot, *, width: int, n_keep: int, place: int = 0) -> None:
+        """Bring the recurrent state to the first `n_keep` of the `width` rows of the last verify forward.
+
+        `place`: which one the slot was in a ragged forward.
+        """
         assert self.recording is not None
         update = self.recording.update
         width = n_keep if update == "replay" else width  # which then is the same work
-        commit = Commit(slot=slot.id, update=update, width=width, n_keep=n_keep)
+        commit = Commit(slot=slot.id, update=update, width=width, n_keep=n_keep, place=place)
         if self.records_state(commit):
             self._cache.get(commit, lambda: self._build_commit(commit)).run()
 
@@ -364,16 +416,20 @@ class Forwards:
             part = x[start : start + n]
             inputs.fill(part if self.gather is None else np.reshape(part, -1), n, slot.id, n_past, self.n_ctx)
             if key.capture:
-                self._fill_log(inputs, n, start)
+                self._fill_log(inputs, slot, n, start)
             if self.feeder is not None:
                 inputs.feed(self.feeder, self._fed_rows(slot, tokens[: start + n], start, key))
             if not key.parts:
                 inputs.fill_mask(n, n_past, key.n_kv)
             start += n
 
-    def _fill_log(self, inputs: Inputs, n: int, start: int = 0) -> None:
-        assert self.recorded + start + n <= self.record_rows, "the record is full"
-        inputs.fill_log(n, self.recorded + start)
+    def _fill_log(self, inputs: Inputs, slot: Slot, n: int, start: int = 0) -> None:
+        inputs.fill_log(n, self._rows_to_log(slot, n, start).start)
+
+    def _rows_to_log(self, slot: Slot, n: int, start: int = 0) -> range:
+        first = self.recorded[slot.id] + start
+        assert self.space.has(slot.id, first, n), "the record is full"
+        return range(first, first + n)
 
     def _feed(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
         slot.offer(tokens)
@@ -408,7 +464,10 @@ class Forwards:
         capture = recording.capture if recording is not None and key.capture else None
 
         def step(g: GraphBuilder) -> Step:
-            if isinstance(inputs, BatchInputs):
+            if isinstance(inputs, BatchInputs) and key.update != "commit":
+                records = self._records[: len(key.stretches)]
+                whole, own = inputs.step(g, key, records, capture), list(self._apart[: len(key.parts)])
+            elif isinstance(inputs, BatchInputs):
                 whole, own = inputs.step(g, key), [self._ones[part.slot] for part in key.parts]
             else:
                 flash, tiled = model.uses_flash(key), model.in_tiles(key)
@@ -424,7 +483,7 @@ class Forwards:
         builder = builder_for(self._backend, model.architecture.max_nodes(model.config) + 64)
         try:
             model.architecture.build_commit(
-                builder, model.config, model.weights, self._slots.tensors, self.record, commit
+                builder, model.config, model.weights, self._slots.tensors, self._records[commit.place], commit
             )
             return builder, ()
         except BaseException:

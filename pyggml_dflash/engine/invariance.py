@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.engine.batching import MOST_ROWS, PADDINGS, Batching
+from pyggml_dflash.engine.batching import MOST_ROWS, PADDINGS, Batching, most_ragged_rows
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.ledger import Ledger
@@ -66,10 +66,16 @@ def measure_batching(
         reason = "rows may be rounded otherwise than alone, as asked for"
         return Batching(mode="batched", rows=most, exact=False, reason=reason)
     width = 1 if forwards.recording is None else forwards.recording.max_width
+    ragged = most_ragged_rows(len(slots), width)
     found = measure_products(backend, ledger, forwards.products(), most, width)
     batching = choose(found, most, width)
     if batching.rows == 1:
         return batching
+    looked_at = max(most, width)
+    rows = min(a.rows[_padding(batching.paddings, a.product)] for a in found)
+    if rows >= looked_at:
+        rows = measure_more(backend, ledger, forwards.products(), batching.paddings, range(rows, ragged))
+    batching = replace(batching, ragged_rows=max(1, min(rows, ragged)))
     return _checked(forwards, slots, batching, found)
 
 
@@ -103,6 +109,28 @@ def measure_products(
             found.append(_agreement(runner, product, range(most + 1, top + 1), deadline))
             top = max(most, min(top, found[-1].most))  # what the others give beyond it is of no use
         return found
+
+
+def measure_more(
+    backend: Backend, ledger: Ledger, products: Sequence[Product], paddings: Paddings, known: range
+) -> int:
+    """Up to how many rows all products agree, padded as they will be: `known.start` do, at most `known.stop`.
+
+    It is left at what was found when the time is over.
+    """
+    deadline = time.perf_counter() + LIMIT_S
+    with closing(ProductRunner(backend, ledger, products, MOST_PADDED, MOST_INPUTS)) as runner:
+        lone = [_results(runner, p, paddings.rows(p.kind, 1))[0] for p in products]
+        for n in known:
+            for product, row in zip(products, lone, strict=True):
+                results = _results(runner, product, paddings.rows(product.kind, n + 1))
+                if time.perf_counter() > deadline or any(other != row for other in results):
+                    return n
+    return max(known.start, known.stop)
+
+
+def _padding(paddings: Paddings, product: Product) -> Padding:
+    return paddings.kinds.get(product.kind, paddings.others)
 
 
 def _agreement(runner: ProductRunner, product: Product, extra: range, deadline: float) -> Agreement:
@@ -194,7 +222,8 @@ def _checked(
     made of at least two rows; where that does not help, rows run one by one.
     """
     lone_s = sum(a.lone_s * a.product.n_times for a in found)
-    if lone_s * (N_STEPS * batching.rows**2 / 2 + 3 * batching.verify_rows) > LIMIT_S:
+    n_rows = N_STEPS * batching.rows**2 / 2 + 3 * batching.verify_rows + 2 * batching.ragged_rows
+    if lone_s * n_rows > LIMIT_S:
         return batching
     before = forwards.batching
     reason = "whole forwards agree where products are made of at least 2 rows"
@@ -205,9 +234,10 @@ def _checked(
             rows = _agreeing_rows(forwards, slots[: tried.rows])
             if rows > 1:
                 width = _agreeing_width(forwards, slots[0], tried.verify_rows)
+                ragged = _agreeing_ragged(forwards, slots, min(tried.ragged_rows, len(slots) * width), width)
                 fewer = f"whole forwards agree over up to {rows} rows"
                 reason = tried.reason if rows == tried.rows else fewer
-                return replace(tried, rows=rows, verify_rows=width, reason=reason)
+                return replace(tried, rows=rows, verify_rows=width, ragged_rows=ragged, reason=reason)
     finally:
         forwards.use(before)
     reason = "whole forwards of two rows round otherwise than those of one"
@@ -246,6 +276,36 @@ def _agreeing_width(forwards: Forwards, slot: Slot, most: int) -> int:
         return 1
     finally:
         slot.reset()
+
+
+def _agreeing_ragged(forwards: Forwards, slots: Sequence[Slot], most: int, width: int) -> int:
+    """The most rows, of those tried, of a verify forward over several slots that give what decoding gives.
+
+    1 where not even a few do. Every slot keeps another number of rows, and must then be in the same state.
+    """
+    if width == 1:
+        return 1
+    tokens = _text(forwards, width + 1)
+    alone = [logits for (logits,) in _decoded(forwards, slots[:1], tokens)]
+    while most > 2:
+        some = slots[: max(2, -(-most // width))]
+        shares = [len(range(i, most, len(some))) for i in range(len(some))]
+        try:
+            found = _bits(forwards.verify_ragged(some, [tokens[:n] for n in shares]))
+            expected = [alone[i] for n in shares for i in range(n)]
+            for place, (slot, n) in enumerate(zip(some, shares, strict=True)):
+                n_keep = 1 + place % n
+                forwards.commit(slot, width=n, n_keep=n_keep, place=place)
+                slot.commit(n_keep)
+                found.append(forwards.decode(slot, tokens[n_keep]).tobytes())
+                expected.append(alone[n_keep])
+        finally:
+            for slot in some:
+                slot.reset()
+        if found == expected:
+            return most
+        most //= 2
+    return 1
 
 
 def _decoded(forwards: Forwards, slots: Sequence[Slot], tokens: Sequence[int]) -> list[list[bytes]]:

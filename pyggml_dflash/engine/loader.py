@@ -116,8 +116,8 @@ def _choose_decoding(built: Built, ledger: Ledger) -> None:
 def _core(built: Built, ledger: Ledger, stack: ExitStack, kept: Reuse | None) -> EngineCore:
     """What runs the parts; it takes over what `stack` frees."""
     blueprint, parts = built.blueprint, built.parts
-    backend, slots, forwards, drafter = blueprint.backend, parts.slots, parts.forwards, parts.drafter
-    control = None if drafter is None else learn_costs(forwards, drafter, slots.slots[0], blueprint.options)
+    backend, slots, forwards, drafters = blueprint.backend, parts.slots, parts.forwards, parts.drafters
+    control = learn_costs(forwards, drafters[0], slots.slots[0], blueprint.options) if drafters else None
     rows = granule_of(built.fit.chunk, built.fit.slots)
     with ExitStack() as failing:
         reuse = open_reuse(
@@ -140,7 +140,7 @@ def _core(built: Built, ledger: Ledger, stack: ExitStack, kept: Reuse | None) ->
             ledger,
             built.fit.n_ctx,
             stack.pop_all(),
-            drafter,
+            drafters,
             trims=built.trims,
             control=control,
             reuse=reuse,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -34,7 +35,12 @@ INJECT_ROWS: Final = 512
 
 
 class MtpDrafter:
-    """The block's cache and graphs. `weights`: of the block and what it shares; None: the target's."""
+    """The block's cache and graphs, for one slot.
+
+    `weights`: of the block and what it shares; None: the target's.
+
+    Those of other slots, which `beside` makes, use the inputs and the memory of the first one's graphs.
+    """
 
     name = "mtp"
 
@@ -51,7 +57,8 @@ class MtpDrafter:
         weights: LoadedWeights | None = None,
         relieve: Relieve | None = None,
     ) -> None:
-        self._backend, self._forwards = backend, forwards
+        self._slot, self._first_row = 0, forwards.space.own(0).first
+        self._backend, self._ledger, self._forwards = backend, ledger, forwards
         self._weights = forwards.model.weights if weights is None else weights
         self.max_drafts = max_drafts
         self.capture = Capture(hidden=True)
@@ -60,11 +67,7 @@ class MtpDrafter:
         state, extra = block.state(n_cells, type_k, type_v), block.extra_inputs(INJECT_ROWS, n_cells)
         self._n_cells, self._layout = n_cells, state
         with ExitStack() as stack:
-            arena = TensorArena(backend, ledger, "draft cache", n_tensors=len(state) + 1)
-            stack.callback(arena.close)
-            self._state = {t.name: arena.declare(t.name, t.type, *t.shape, 1) for t in state}
-            self._own = arena.declare("mtp.hidden", ElementType.F32, config.hidden_width, 1)
-            arena.allocate(zero=True)
+            self._allocate(stack)
             embedded = forwards.gather is not None
             self._inputs = InputArena(
                 backend,
@@ -84,26 +87,54 @@ class MtpDrafter:
             self._cache = GraphCache(backend, ledger, "draft graphs", relieve=relieve, built=forwards.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
+
+    def _allocate(self, stack: ExitStack) -> None:
+        """What is of one slot."""
+        arena = TensorArena(self._backend, self._ledger, "draft cache", n_tensors=len(self._layout) + 1)
+        stack.callback(arena.close)
+        self._state = {t.name: arena.declare(t.name, t.type, *t.shape, 1) for t in self._layout}
+        self._own = arena.declare("mtp.hidden", ElementType.F32, self._config.hidden_width, 1)
+        arena.allocate(zero=True)
         self._n_seen = 0
+
+    def beside(self, slot: int) -> MtpDrafter:
+        """The one of another slot; to be closed before this one."""
+        other = copy(self)
+        other._slot, other._first_row = slot, self._forwards.space.own(slot).first
+        with ExitStack() as stack:
+            other._allocate(stack)
+            other._stack = stack.pop_all()
+        return other
 
     def begin(self) -> None:
         """Forget the sequence before; a mask would not hide NaN that it left."""
         for x in self._state.values():
             zero_tensor(x, 0, min(x.shape[1], self._n_seen + self.max_drafts) * x.strides[1])
-        zero_tensor(self._forwards.record["hidden"])
+        hidden = self._forwards.record["hidden"]
+        zero_tensor(hidden, self._first_row * hidden.strides[1], hidden.strides[1])
         self._n_seen = 0
 
-    def observe(self, tokens: Sequence[int], n_past: int) -> None:
-        """Put keys and values of committed pairs into the block's cache; keep the last hidden row."""
+    def observe(self, tokens: Sequence[int], n_past: int, row: int | None = None) -> None:
+        """Put keys and values of committed pairs into the block's cache; keep the last hidden row.
+
+        The hidden row in front of the first pair lies where the slot's own rows begin.
+        """
         assert n_past == self._n_seen, "a gap in what the draft has seen"
         self._n_seen += len(tokens)
+        row = self._first_row if row is None else row
+        if row != self._first_row:
+            self._carry(self._first_row, row)
         first = self._block.first_token if n_past == 0 else 0
         for start in range(first, len(tokens), INJECT_ROWS):
             n = min(INJECT_ROWS, len(tokens) - start)
             self._fill(tokens[start : start + n], n_past + start, self._inject_key(n))
-            self._cache.get(("inject", start, n), partial(self._build_inject, start, n)).run()
-        n = len(tokens)
-        self._cache.get(("carry", n), lambda: self._build_carry(n)).run()
+            at = row + start
+            self._cache.get(("inject", self._slot, at, n), partial(self._build_inject, at, n)).run()
+        self._carry(row + len(tokens), self._first_row)
+
+    def _carry(self, source: int, target: int) -> None:
+        """Copy a hidden row to where it is looked for."""
+        self._cache.get(("carry", source, target), lambda: self._build_carry(source, target)).run()
 
     def _inject_key(self, n: int) -> GraphKey:
         return GraphKey(n_tokens=n, n_kv=self._n_cells, slot=0, output="none")
@@ -161,9 +192,9 @@ class MtpDrafter:
         self._block.inject(g, self._weights, self._state, hidden, self._pairs(g, self._inject_key(n)))
         return g, ()
 
-    def _build_carry(self, n: int) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+    def _build_carry(self, source: int, target: int) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         g = self._builder()
-        g.expand(g.copy(self._recorded(g, n, 1), self._recorded(g, 0, 1)))
+        g.expand(g.copy(self._recorded(g, source, 1), self._recorded(g, target, 1)))
         return g, ()
 
     def propose(self, anchor: int, n_past: int, n_drafts: int, sampler: Sampler | None) -> Proposal:
@@ -190,12 +221,12 @@ class MtpDrafter:
 
     def needs(self, probe: MemoryProbe) -> int:
         """Bytes of its largest graph of a whole context, without running one."""
-        n_hidden, n_cells = self._forwards.record["hidden"].shape[1], self._n_cells
-        rows = min(INJECT_ROWS, n_hidden - 1)
+        n_waiting, n_cells = self._forwards.space.most_waiting, self._n_cells
+        rows = min(INJECT_ROWS, n_waiting)
         inject = probe.graph(("inject", rows), lambda: self._build_inject(0, rows)[0]).compute
         ends = last_of_each_run(lambda cell: self._step_key(cell).form, 0, n_cells)
         step = probe.largest(self._to_measure(self._step_key(cell)) for cell in ends)
-        carry = probe.graph(("carry", n_hidden - 1), lambda: self._build_carry(n_hidden - 1)[0]).compute
+        carry = probe.graph(("carry", n_waiting), lambda: self._build_carry(n_waiting, 0)[0]).compute
         return max(step, inject, carry)
 
     def _to_measure(self, key: GraphKey) -> tuple[Hashable, Build]:
@@ -216,13 +247,13 @@ class MtpDrafter:
         mask.array[first_cell : cell + 1] = 0
         mask.array[cell + 1 : n_kv] = -np.inf
         mask.upload(0, n_kv)
-        graph = self._cache.get(("step", key, own), lambda: self._build_step(key, own))
+        graph = self._cache.get(("step", self._slot, key, own), lambda: self._build_step(key, own))
         logits: npt.NDArray[Any] = graph.run()[0][0]
         return logits
 
     def _build_step(self, key: GraphKey, own: bool) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         g = self._builder()
-        hidden = self._own if own else self._recorded(g, 0, 1)
+        hidden = self._own if own else self._recorded(g, self._first_row, 1)
         logits, after = self._block.draft(g, self._weights, self._state, hidden, self._pairs(g, key))
         out = g.output(logits)
         g.expand(g.copy(after, self._own))
@@ -242,7 +273,7 @@ class MtpDrafter:
         """What the pairs of `n_past` positions fill, drafts wrote some more; the hidden row behind it."""
         n_pairs, n_written = n_past - self._block.shift, self._n_seen + self.max_drafts
         cells = state_parts(self._layout, self._state, n_pairs, n_written)
-        return *cells, row_part(self._forwards.record["hidden"], 1, 1)
+        return *cells, row_part(self._forwards.record["hidden"], 1, 1, first=self._first_row)
 
     def resume(self, n_past: int) -> None:
         """The cells are about to hold `n_past` positions."""
@@ -253,5 +284,5 @@ class MtpDrafter:
         self.begin()
 
     def close(self) -> None:
-        """Free cache, inputs and graphs."""
+        """Free the cache, and of the first one inputs and graphs."""
         self._stack.close()

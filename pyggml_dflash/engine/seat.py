@@ -76,7 +76,7 @@ class Seat:
         else:
             self.pause()
             chosen = self.speculation.beside(logits)
-        self._note(chosen)
+        self.note(chosen)
         return chosen
 
     def begin_answer(self, logits: Logits) -> Chosen:
@@ -85,7 +85,7 @@ class Seat:
         token = sampler.pick(logits)
         sampler.accept(token)
         self.phase, chosen = "decode", Chosen(token, logits)
-        self._note(chosen)
+        self.note(chosen)
         return chosen
 
     def next_run(self, n_ctx: int) -> list[Chosen]:
@@ -94,10 +94,11 @@ class Seat:
         if self._runs is None:
             self._runs = self.speculation.runs(self.slot, self.anchor, n_ctx, limit=self.n_left)
         run = next(self._runs)
-        self._note(*run)
+        self.note(*run)
         return run
 
-    def _note(self, *run: Chosen) -> None:
+    def note(self, *run: Chosen) -> None:
+        """These tokens were chosen, and the state has all of them but the last."""
         self.answer += [chosen.token for chosen in run]
         self.anchor = run[-1].token
         self.n_left -= len(run)

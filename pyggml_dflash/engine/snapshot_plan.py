@@ -19,8 +19,8 @@ from pyggml_dflash.state.strips import layout_strips, snapshot_bytes
 
 def full_state_bytes(settings: Settings, parts: Assembly) -> int:
     """What a stored state of a whole context takes, the drafter's part included."""
-    n, drafter = settings.n_ctx, parts.drafter
-    more = () if drafter is None else drafter.parts(n)
+    n = settings.n_ctx
+    more = parts.drafters[0].parts(n) if parts.drafters else ()
     return snapshot_bytes([*layout_strips(settings.layout, n), *(part.strip for part in more)], n)
 
 

@@ -26,6 +26,16 @@ from pyggml_dflash.state.slot import Slot
 BESIDE_OTHERS: Final = "others were answered at the same time"
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Rows for a verify forward: the newest token and the drafts behind it."""
+
+    rows: tuple[int, ...]
+    proposal: Proposal
+    late_s: float = 0.0  # what the drafter needed to catch up
+    propose_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Counters:
     """What drafting did so far."""
@@ -33,6 +43,7 @@ class Counters:
     n_verify: int = 0
     n_plain: int = 0
     n_beside: int = 0  # of these, in steps that others shared
+    n_shared: int = 0  # verify forwards that others shared
     n_drafted: int = 0
     n_accepted: int = 0
     n_tokens: int = 0  # behind the first one, which follows the prompt
@@ -96,6 +107,7 @@ class Speculation:
         self._draws = not (sampler.greedy or sampler.depends_on_answer or sampler.repeats)
         self._ties = NearTies(forwards)
         self.counters = Counters()
+        self.why_beside: str = BESIDE_OTHERS  # steps that others shared had no drafts
 
     def runs(
         self, slot: Slot, anchor: int, n_ctx: int, *, limit: int | None = None
@@ -135,7 +147,7 @@ class Speculation:
         """Why steps were plain at last; None if none was, or none by choice."""
         counters = self.counters
         chosen = self._control.why_plain if self._fixed is None and counters.n_plain else None
-        return chosen or (BESIDE_OTHERS if counters.n_beside else None)
+        return chosen or (self.why_beside if counters.n_beside else None)
 
     @property
     def stats(self) -> SpeculationStats:
@@ -156,6 +168,7 @@ class Speculation:
             rollback_s=c.rollback_s,
             plain_s=c.plain_s,
             near_ties=tuple(c.near_ties),
+            shared_steps=c.n_shared,
         )
 
     def _plain(self, slot: Slot, anchor: int, n_steps: int) -> Iterator[list[Chosen]]:
@@ -207,37 +220,71 @@ class Speculation:
     def _verified(self, slot: Slot, anchor: int, width: int) -> list[Chosen]:
         """A verified run; empty if nothing was drafted."""
         counters, n_past, built = self.counters, slot.n_past, self._forwards.built.n
-        start = time.perf_counter()
-        self._backlog.take()
-        t0 = time.perf_counter()
-        proposal = self._drafter.propose(anchor, n_past, width - 1, self._sampler if self._draws else None)
-        t1 = time.perf_counter()
-        counters.draft_s += t1 - start
-        if not proposal.tokens:
-            self._observe(width, 0, t1 - t0, n_past, built=True, extra_s=t0 - start)
+        drafted = self.draft(slot, anchor, width)
+        if not drafted.proposal.tokens:
+            late_s = drafted.late_s
+            self._observe(width, 0, drafted.propose_s, n_past, built=True, extra_s=late_s)
             return []
-        rows = (anchor, *proposal.tokens)
-        logits = self._forwards.verify(slot, rows)
-        t2 = time.perf_counter()
-        slot.torn = True  # the sampler is ahead of the state
-        run = self._accept(logits, proposal)
-        n_keep = len(run)
-        self._forwards.commit(slot, width=len(rows), n_keep=n_keep)
-        slot.commit(n_keep)
+        t1 = time.perf_counter()
+        logits = self._forwards.verify(slot, drafted.rows)
+        counters.verify_s += time.perf_counter() - t1
+        run, n_judged = self.settle(slot, drafted, logits)
         t3 = time.perf_counter()
-        self._backlog.add(rows[:n_keep], n_past)
         self._backlog.take()
         t4 = time.perf_counter()
         counters.draft_s += t4 - t3
-        counters.verify_s += t2 - t1
-        counters.rollback_s += t3 - t2
+        self._observe(
+            len(drafted.rows),
+            len(run) - 1,
+            drafted.propose_s + t4 - t1,
+            n_past,
+            n_judged=n_judged,
+            built=self._forwards.built.n > built,
+            extra_s=drafted.late_s,
+        )
+        return run
+
+    def draft(self, slot: Slot, anchor: int, width: int) -> Drafted:
+        """Up to `width` rows behind what the slot has, all of which a forward can record."""
+        started = time.perf_counter()
+        if width < 2:
+            self._backlog.make_room(1)
+            return Drafted((anchor,), Proposal(()))
+        self._backlog.take()
+        shown = time.perf_counter()
+        sampler = self._sampler if self._draws else None
+        proposal = self._drafter.propose(anchor, slot.n_past, width - 1, sampler)
+        ended = time.perf_counter()
+        self.counters.draft_s += ended - started
+        return Drafted((anchor, *proposal.tokens), proposal, shown - started, ended - shown)
+
+    def settle(
+        self, slot: Slot, drafted: Drafted, logits: Logits, *, place: int = 0, shared: float | None = None
+    ) -> tuple[list[Chosen], int]:
+        """Keep what holds of rows that a verify forward gave logits for, and how many drafts were looked at.
+
+        `place`: which one the slot was in a forward that others `shared`, which took so many seconds.
+        """
+        counters, rows, started, n_past = self.counters, drafted.rows, time.perf_counter(), slot.n_past
+        slot.torn = True  # the sampler is ahead of the state
+        run = self._accept(logits, drafted.proposal)
+        n_keep = len(run)
+        self._forwards.commit(slot, width=len(rows), n_keep=n_keep, place=place)
+        slot.commit(n_keep)
+        counters.rollback_s += time.perf_counter() - started
+        self._backlog.add(rows[:n_keep], n_past)
         ended = run[-1].token in self._ends or self._sampler.finished_at is not None
         # what was drafted behind the end was not looked at
-        n_judged = n_keep - 1 if ended else len(proposal.tokens)
-        counters.add(len(rows), n_judged, n_keep - 1)
-        new, late_s = self._forwards.built.n > built, t0 - start
-        self._observe(len(rows), n_keep - 1, t4 - t0, n_past, n_judged=n_judged, built=new, extra_s=late_s)
-        return run
+        n_judged = n_keep - 1 if ended else len(rows) - 1
+        if shared is not None:
+            self._note_ties(run)
+            counters.verify_s += shared
+            counters.n_shared += len(rows) > 1
+        if len(rows) > 1:
+            counters.add(len(rows), n_judged, n_keep - 1)
+        else:
+            counters.n_plain += 1
+        return run, n_judged
 
     def _observe(
         self,
@@ -256,7 +303,7 @@ class Speculation:
             )
 
     def _accept(self, logits: Logits, proposal: Proposal) -> list[Chosen]:
-        if not self._draws:
+        if not self._draws or not proposal.tokens:
             return match(logits, proposal.tokens, self._sampler, self._ends)
         return reject(logits, proposal, self._sampler, self._ends)
 

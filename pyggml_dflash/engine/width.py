@@ -13,7 +13,7 @@ drafts and clocks do, the loss stays below that part of the whole plus a few ste
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -265,10 +265,42 @@ class VerifyWidth:
                 self._since_plain = 0
             self._debt = max(-MOST_CREDIT, self._debt - self._spare)
             return
+        self._acceptance.observe(width - 1 if n_judged is None else n_judged, accepted)
+        self._account(width, 1 + accepted, seconds, n_past, built=built, extra_s=extra_s)
+
+    def observe_together(
+        self,
+        width: int,
+        judged: Sequence[tuple[int, int]],
+        seconds: float,
+        n_past: int,
+        *,
+        n: int,
+        built: bool = False,
+    ) -> None:
+        """A step of `n` sequences took `seconds`, each of which had up to `width` rows.
+
+        `judged`: of those with drafts, how many were looked at and how many held. A plain step, of width 1,
+        is one of as many sequences. The graphs of a first one are an investment: all who come together later
+        have them.
+        """
+        if width == 1:
+            self.observe(1, 0, seconds, n_past, built=built)
+            return
+        for n_judged, accepted in judged:
+            self._acceptance.observe(n_judged, accepted)
+        tokens = 1 + sum(accepted for _, accepted in judged) / n
+        if built and not self.costs.knows_any and self.costs.knows_plain(n_past):
+            seconds = self.costs.factor(width) * self.costs.plain_s(n_past)
+        self._account(width, tokens, seconds, n_past, built=built, extra_s=0.0)
+
+    def _account(
+        self, width: int, tokens: float, seconds: float, n_past: int, *, built: bool, extra_s: float
+    ) -> None:
+        """Learn of a verify step what it cost, and what it gained against plain steps."""
         self._since_plain += 1
         self._outlooks.clear()
-        self._acceptance.observe(width - 1 if n_judged is None else n_judged, accepted)
-        lost = self._charge(width, seconds, extra_s, n_past, built) - (1 + accepted)
+        lost = self._charge(width, seconds, extra_s, n_past, built) - tokens
         self._debt = max(-MOST_CREDIT, self._debt + lost)
         if not self._trying:
             self._spare = SPARE

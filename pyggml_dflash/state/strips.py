@@ -79,10 +79,10 @@ class Companion(Protocol):
         """It has seen nothing of the sequence that its slot now holds; its state is zero."""
 
 
-def row_part(tensor: Tensor, n_rows: int, n_written: int) -> Part:
-    """The first `n_rows` rows of a tensor of its own, of which `n_written` may hold something."""
-    strip = Strip(name=tensor.name, type=tensor.type, shape=(tensor.shape[0], n_rows))
-    return Part(strip=strip, tensor=tensor, offset=0, n_written=n_written * tensor.strides[1])
+def row_part(tensor: Tensor, n_rows: int, n_written: int, *, first: int = 0) -> Part:
+    """`n_rows` rows of a tensor from row `first` on, of which `n_written` may hold something."""
+    strip, row = Strip(name=tensor.name, type=tensor.type, shape=(tensor.shape[0], n_rows)), tensor.strides[1]
+    return Part(strip=strip, tensor=tensor, offset=first * row, n_written=n_written * row)
 
 
 def strip_of(tensor: StateTensor, n_past: int) -> Strip:

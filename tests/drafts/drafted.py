@@ -89,7 +89,10 @@ class Target:
         chunk: int = CHUNK,
         gather: bool = False,
     ) -> Iterator[Forwards]:
-        """Forwards that record; `gather`: embedding rows are read outside of graphs, as for a GPU."""
+        """Forwards that record, from the front of the record on.
+
+        `gather`: embedding rows are read outside of graphs, as for a GPU.
+        """
         recording = Recording(capture=capture, update=update, max_width=max_width)
         forwards = Forwards(
             self.backend,
@@ -100,6 +103,7 @@ class Target:
             host=self.backend if gather else None,
             recording=recording,
         )
+        forwards.recorded[:] = [0] * forwards.n_slots
         try:
             yield forwards
         finally:

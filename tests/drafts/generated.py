@@ -46,13 +46,13 @@ def run(loaded: Loaded, prompt: list[int], reader: Reader | None = None, **reque
 @contextmanager
 def telling(loaded: Loaded, tell: Tell) -> Iterator[None]:
     """While this lasts the engine's drafter proposes what `tell` says."""
-    own = loaded.core._drafter
-    assert own is not None
-    loaded.core._drafter = Told(own, tell)
+    own = loaded.core._drafters
+    assert own
+    loaded.core._drafters = tuple(Told(drafter, tell) for drafter in own)  # type: ignore[misc]
     try:
         yield
     finally:
-        loaded.core._drafter = own
+        loaded.core._drafters = own
 
 
 def assert_same(found: GenerationResult, plain: GenerationResult) -> None:

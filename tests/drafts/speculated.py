@@ -49,7 +49,7 @@ class Silent:
     def begin(self) -> None:
         """Nothing to forget."""
 
-    def observe(self, tokens: Sequence[int], n_past: int) -> None:
+    def observe(self, tokens: Sequence[int], n_past: int, row: int | None = None) -> None:
         """Nothing to see."""
 
     def propose(self, anchor: int, n_past: int, n_drafts: int, sampler: Sampler | None) -> Proposal:

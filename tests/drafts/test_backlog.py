@@ -147,7 +147,7 @@ def test_what_waits_is_taken_in_as_if_it_had_been_shown_at_once(
                 if not wait:
                     backlog.take()
             backlog.take()
-            assert forwards.recorded == 0
+            assert forwards.recorded[0] == 0
             return drafted.drafter.propose(5, slot.n_past, 7, None)
 
         for pieces in ([1], [1, 1, 1], [5, 20, 1, 38], [40, 30], [64, 6], [1] * 66):

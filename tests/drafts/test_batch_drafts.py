@@ -14,7 +14,7 @@ from pyggml_dflash import Engine
 from pyggml_dflash.arch.base import Capture, StateUpdate
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.invariance import measure_batching
-from pyggml_dflash.ggml.arena import read_bytes
+from pyggml_dflash.ggml.arena import read_bytes, zero
 from pyggml_dflash.options import Spec
 from pyggml_dflash.state.slot import Slot
 from tests.drafts.drafted import MAX_WIDTH, Floats, Target, open_target
@@ -144,25 +144,31 @@ def test_every_slot_takes_rows_back_as_the_first_does(target: Target, forwards: 
     assert results == results[:1] * len(results)
 
 
-@pytest.mark.parametrize("captured", [0, 2])
-def test_a_batch_records_the_row_asked_for(target: Target, forwards: Forwards, captured: int) -> None:
+@pytest.mark.parametrize("captured", [(0,), (2,), (0, 2), (0, 1, 2)])
+def test_a_batch_records_the_rows_asked_for(
+    target: Target, forwards: Forwards, captured: tuple[int, ...]
+) -> None:
+    """Each where those of its slot wait."""
     slots = target.slots.slots[:3]
     names = [name for name in ("features", "hidden") if name in forwards.record]
 
     def prepare() -> None:
+        forwards.recorded[:] = [forwards.space.own(i).first for i in range(forwards.n_slots)]
+        for name in names:
+            zero(forwards.record[name])
         for slot in slots:
             start(forwards, slot, text(slot.id)[:20])
-        forwards.recorded = 0
         forwards.prefill(slots[0], text(9)[:5], "none", capture=True)  # rows that must not be touched
         start(forwards, slots[0], text(0)[:20])
-        forwards.recorded = 3
+        forwards.recorded[:] = [forwards.space.own(i).first + 3 for i in range(forwards.n_slots)]
 
     def recorded() -> dict[str, bytes]:
         return {name: read_bytes(forwards.record[name], 0, forwards.record[name].n_bytes) for name in names}
 
     prepare()
     before = recorded()
-    forwards.decode(slots[captured], 5 + captured, capture=True)
+    for i in captured:
+        forwards.decode(slots[i], 5 + i, capture=True)
     expected = recorded()
     assert expected != before
     prepare()
@@ -171,7 +177,56 @@ def test_a_batch_records_the_row_asked_for(target: Target, forwards: Forwards, c
     prepare()
     forwards.decode_batch(slots, [5, 6, 7], capture=captured)
     assert recorded() == expected
-    forwards.recorded = 0
+
+
+SHARES = ([2, 3], [3, 1, 2], [1, 4, 2, 3])  # rows of each slot
+KEPT = ([1, 3], [2, 1, 2], [1, 1, 2, 3])
+
+
+@pytest.mark.parametrize(("shares", "kept"), [*zip(SHARES, KEPT, strict=True)])
+def test_rows_of_several_slots_are_what_each_gets_alone(
+    target: Target, forwards: Forwards, shares: list[int], kept: list[int]
+) -> None:
+    """Bit by bit: logits, what is recorded for a drafter, and the state that those leave which are kept."""
+    slots = target.slots.slots[: len(shares)]
+    depths = (5, 66, 20, 251)
+
+    def tokens(slot: Slot, n: int) -> list[int]:
+        return text(slot.id)[slot.n_past : slot.n_past + n]
+
+    def recorded(slot: Slot, n: int) -> list[bytes]:
+        first, found = forwards.space.own(slot.id).first, []
+        for name, behind in (("features", 0), ("hidden", 1)):
+            if name in forwards.record:
+                row = forwards.record[name].strides[1]
+                found.append(read_bytes(forwards.record[name], (first + behind) * row, n * row))
+        return found
+
+    def after(slot: Slot) -> tuple[bytes, bytes]:
+        state = recurrent_bytes(target, slot)
+        return state, forwards.decode(slot, text(slot.id)[slot.n_past]).tobytes()
+
+    forwards.recorded[:] = [forwards.space.own(i).first for i in range(forwards.n_slots)]
+    alone, seen, states = [], [], []
+    for slot, n, n_keep in zip(slots, shares, kept, strict=True):
+        start(forwards, slot, text(slot.id)[: depths[slot.id]])
+        alone.append(forwards.verify(slot, tokens(slot, n)).tobytes())
+        seen.append(recorded(slot, n))
+        forwards.commit(slot, width=n, n_keep=n_keep)
+        slot.commit(n_keep)
+        states.append(after(slot))
+    for slot in slots:
+        start(forwards, slot, text(slot.id)[: depths[slot.id]])
+    for repeat in range(2):  # rows that are taken back leave nothing
+        logits = forwards.verify_ragged(slots, [tokens(s, n) for s, n in zip(slots, shares, strict=True)])
+        assert [recorded(slot, n) for slot, n in zip(slots, shares, strict=True)] == seen, repeat
+    first = 0
+    for place, (slot, n, n_keep) in enumerate(zip(slots, shares, kept, strict=True)):
+        assert logits[first : first + n].tobytes() == alone[place]
+        first += n
+        forwards.commit(slot, width=n, n_keep=n_keep, place=place)
+        slot.commit(n_keep)
+    assert [after(slot) for slot in slots] == states
 
 
 @pytest.mark.parametrize("n_prompt", [1, 66, 251])

@@ -139,7 +139,7 @@ def test_rows_that_wait_are_stored_and_do_not_survive_a_restore(name: str, tmp_p
         backlog.begin()
         for start, stop in ((0, 40), (40, 60)):
             run(drafted, backlog, tokens[start:stop])
-        assert drafted.forwards.recorded == 60
+        assert drafted.forwards.recorded[0] == 60
         snapshot = store.capture(slot, tokens[:60], backlog)
         assert snapshot is not None
         assert snapshot.contents.companion_strips
@@ -152,14 +152,14 @@ def test_rows_that_wait_are_stored_and_do_not_survive_a_restore(name: str, tmp_p
         backlog.take()
         run(drafted, backlog, other[33:60])  # waits when the other sequence is put back
         store.restore(slot, snapshot, backlog)
-        assert drafted.forwards.recorded == 0
+        assert drafted.forwards.recorded[0] == 0
         assert backlog.covers(60)
         run(drafted, backlog, tokens[60:])
         assert backlog.covers(110)
         assert drafted.propose(9) == expected
         run(drafted, backlog, other[:10])
         backlog.forget()
-        assert drafted.forwards.recorded == 0
+        assert drafted.forwards.recorded[0] == 0
         assert backlog.covers(0)
         snapshot.close()
 

@@ -18,7 +18,7 @@ import pytest
 from pyggml_dflash.arch.base import Capture, StateUpdate
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
 from pyggml_dflash.engine.batching import Batching
-from pyggml_dflash.engine.graphs import Forwards, record_layout
+from pyggml_dflash.engine.graphs import Forwards, record_layout, record_places
 from pyggml_dflash.ggml.arena import read_bytes
 from pyggml_dflash.ggml.padding import Padding, Paddings
 from pyggml_dflash.state.slot import Slot
@@ -285,14 +285,18 @@ def test_the_record_is_as_large_as_its_layout_says(target: Target, update: State
     label = "speculation record"
     with target.recording(capture_of(target), update, max_width=width, chunk=chunk) as forwards:
         assert forwards.recording is not None
-        layout = record_layout(target.model, forwards.recording, max(chunk, width))
+        space, recording = forwards.space, forwards.recording
+        assert space.n_rows == chunk + 2 * (max(32, width) + 1)
+        layout = record_layout(target.model, recording, space.n_rows)
+        (second,) = record_places(target.model, recording, n_slots=2)
         assert {t.name: t.n_bytes for t in layout} == {k: t.n_bytes for k, t in forwards.record.items()}
         (device,) = target.ledger.devices()
-        total = sum(t.n_bytes for t in layout)
-        assert total <= target.ledger.by_label(device)[label] <= total + 128 * len(layout)  # alignment
-    rows, hidden = 4 * config.n_embd * chunk, 4 * config.hidden_width * (chunk + 1)
+        total = sum(t.n_bytes for t in (*layout, *second))
+        aligned = total + 128 * len((*layout, *second))
+        assert total <= target.ledger.by_label(device)[label] <= aligned
+    rows, hidden = 4 * config.n_embd * space.n_rows, 4 * config.hidden_width * (space.n_rows + 1)
     captured = len(capture_of(target).layers) * rows + (hidden if config.delta_net else 0)
-    assert total == captured + recurrent_record(target, update, width)
+    assert total == captured + 2 * recurrent_record(target, update, width)
     assert label not in target.ledger.by_label(device)
 
 

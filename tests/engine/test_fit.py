@@ -116,7 +116,7 @@ def built(options: EngineOptions) -> Iterator[tuple[Built, EngineCore, Ledger]]:
             ledger,
             made.fit.n_ctx,
             stack.pop_all(),
-            parts.drafter,
+            parts.drafters,
             trims=made.trims,
         )
     try:
@@ -131,7 +131,7 @@ def fill(core: EngineCore, ids: list[int], slot_id: int) -> None:
     slot.reset()
     for start in range(0, len(ids), core.chunk):
         part = ids[start : start + core.chunk]
-        core.prefill(slot, part, last=start + core.chunk >= len(ids), drafting=core._drafter is not None)
+        core.prefill(slot, part, last=start + core.chunk >= len(ids), drafting=bool(core._drafters))
     assert slot.n_past == len(ids)
 
 
@@ -516,13 +516,13 @@ def test_batches_take_what_was_planned(folder: Path, spec: Spec) -> None:
             fill(core, tokens(core.n_ctx - 40, seed=slot.id), slot.id)
         for n in (4, 3, 2, 4):
             for some in combinations(core.slots, n):
-                forwards.decode_batch(some, tokens(n, seed=n), capture=0 if spec == "mtp" else None)
+                forwards.decode_batch(some, tokens(n, seed=n), capture=[0, n - 1] if spec == "mtp" else ())
                 for slot in some:
                     slot.commit(1)
                 held = ledger.by_label("CPU")
                 assert held["graphs"] <= terms["graphs"]
         n_built = forwards.built.n
-        forwards.decode_batch(core.slots, tokens(4, seed=4), capture=0 if spec == "mtp" else None)
+        forwards.decode_batch(core.slots, tokens(4, seed=4), capture=[0, 3] if spec == "mtp" else ())
         assert forwards.built.n == n_built
         if forwards.recording is not None:
             width = forwards.recording.max_width

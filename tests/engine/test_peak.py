@@ -62,9 +62,13 @@ def test_four_long_prompts_take_what_was_planned(model: Path, monkeypatch: pytes
                 fill(core, tokens(n, seed=slot.id), slot.id)
             graphs.add(ledger.by_label("CPU")["graphs"])
         assert len(graphs) == 1  # the first slot's chunks took all the memory that any slot's do
-        core._forwards.decode_batch(core.slots, [7] * N_SLOTS, capture=0 if spec == "mtp" else None)
+        core._forwards.decode_batch(
+            core.slots, [7] * N_SLOTS, capture=range(N_SLOTS) if spec == "mtp" else ()
+        )
         for slot in core.slots:
             slot.commit(1)
+        if spec == "mtp":
+            core._forwards.verify_ragged(core.slots, [[7] * 4] * N_SLOTS)
         core.decode(core.slots[3], 7)
         if spec == "mtp":
             fill(core, tokens(N_CTX - 20, seed=9), 0)

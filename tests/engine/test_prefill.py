@@ -156,10 +156,9 @@ def test_a_trim_comes_when_the_chunk_is_committed_and_recorded_for_the_draft(spe
         def check() -> None:
             slot = core.slots[0]
             seen.append(slot.n_past)
-            if core._drafter is not None:
-                assert core._backlog is not None
-                waiting = len(core._backlog._tokens)  # in a record of its own, which no trim touches
-                assert core._drafter._n_seen + waiting == slot.n_past > 0  # type: ignore[attr-defined]
+            for drafter, backlog in zip(core._drafters, core._backlogs, strict=True):
+                waiting = len(backlog._tokens)  # in a record of its own, which no trim touches
+                assert drafter._n_seen + waiting == slot.n_past > 0  # type: ignore[attr-defined]
 
         pools._check = check
         answer(loaded, 5 * CHUNK + 3)

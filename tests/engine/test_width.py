@@ -392,3 +392,33 @@ def test_a_reason_for_plain_steps_never_says_that_drafts_pay() -> None:
     while control.choose(8, 0) == 1:
         control.observe(1, 0, 1.0, 0)
     assert control.why_plain is None
+
+
+def together(control: VerifyWidth, *, n: int, factor: float, n_held: int, n_steps: int) -> Counter[int]:
+    """Steps by width of `n` sequences, a verify step of which costs so many plain ones."""
+    steps: Counter[int] = Counter()
+    for i in range(n_steps):
+        width = control.choose(4, 20)
+        judged = [(width - 1, min(n_held, width - 1))] * n
+        seconds, built = (factor if width > 1 else 1.0), steps[width] == 0
+        control.observe_together(width, judged, seconds + 50 * built, 20 + i % 200, n=n, built=built)
+        steps[width] += 1
+    return steps
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_sequences_draft_together_where_that_pays_and_graphs_of_the_first_step_are_no_debt(n: int) -> None:
+    good = together(VerifyWidth(4), n=n, factor=2.0, n_held=3, n_steps=300)
+    assert good[1] < 30
+    bad = together(VerifyWidth(4), n=n, factor=2.0, n_held=0, n_steps=300)
+    assert bad[1] > 270
+
+
+def test_what_is_gained_together_is_a_mean_over_all_sequences() -> None:
+    """One of four has drafts that hold: a step of two plain ones does not pay for the others."""
+    one, all_four = VerifyWidth(4, {1: 1.0, 4: 2.0}), VerifyWidth(4, {1: 1.0, 4: 2.0})
+    for _ in range(20):
+        one.observe_together(4, [(3, 3)], 2.0, 0, n=4)
+        all_four.observe_together(4, [(3, 3)] * 4, 2.0, 0, n=4)
+    assert one.choose(4, 0) == 1
+    assert all_four.choose(4, 0) == 4

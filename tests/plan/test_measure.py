@@ -62,7 +62,7 @@ def keys(parts: Assembly) -> list[GraphKey]:
         GraphKey(n_tokens=n, n_kv=n_kv, slot=0, output=output, capture=capture)
         for n, n_kv in ((1, 256), (1, 1024), (2, 768), (16, 1024), (64, 512), (64, 1024))
         for output in ("last", "all", "none")
-        for capture in {False, parts.drafter is not None}
+        for capture in {False, bool(parts.drafters)}
     ]
     recording = parts.forwards.recording
     if recording is not None:

@@ -43,7 +43,7 @@ from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import EMBEDDING, HEAD, LoadedWeights, TensorSpec
 
 NODES_PER_LAYER = 200  # with copies of hot experts
-NODES_PER_PART = 24  # what a row of a batch does alone in a layer that is not sparse
+NODES_PER_PART = 40  # what a row of a batch does alone in a layer that is not sparse
 
 
 def settings(config: ModelConfig) -> Qwen4ExpConfig:

@@ -123,8 +123,22 @@ def ple(
 
     Reads the history only: the caller commits or records.
     """
+    return ple_scan(g, w, config, ple_rows(g, w, config, rows, residual, eps), history)
+
+
+@dataclass(frozen=True, slots=True)
+class PleRows:
+    """What the module does row by row: gated values F32 [D, C, M], and their norm [D * C, M]."""
+
+    gated: Tensor
+    columns: Tensor
+
+
+def ple_rows(
+    g: GraphBuilder, w: BlockWeights, config: NgramConfig, rows: Tensor, residual: Tensor, eps: float
+) -> PleRows:
+    """The module on rows [width, M] and residual [D, C, M], up to the convolution."""
     n_embd, n_stream, n_tokens, _ = residual.shape
-    n_seq = history.shape[2]
 
     def normed(x: Tensor, name: str) -> Tensor:
         return norm(g, x, g.reshape(w[f"ple_norm_{name}.weight"], n_embd, n_stream), eps)
@@ -135,10 +149,19 @@ def ple(
     gate = g.sigmoid(g.mul(g.sgn(score), size))  # [1, C, M]
     value = g.reshape(w.linear(g, "ple_value", rows), n_embd, 1, n_tokens)
     gated = g.mul(g.repeat(value, n_embd, n_stream, n_tokens, 1), gate)
-    columns = g.reshape(normed(gated, "conv"), n_embd * n_stream, n_tokens // n_seq, n_seq)
+    return PleRows(gated, g.reshape(normed(gated, "conv"), n_embd * n_stream, n_tokens))
+
+
+def ple_scan(
+    g: GraphBuilder, w: BlockWeights, config: NgramConfig, rows: PleRows, history: Tensor
+) -> PleScan:
+    """The convolution over rows of S sequences, behind history [D * C, n_history, S]."""
+    n_embd, n_stream, n_tokens, _ = rows.gated.shape
+    n_seq = history.shape[2]
+    columns = g.reshape(rows.columns, n_embd * n_stream, n_tokens // n_seq, n_seq)
     window = g.concat(history, columns, 1)
     past = g.silu(dilated_conv(g, window, w["ple_conv1d.weight"], config.n_gram))
-    return PleScan(g.add(gated, g.reshape(past, n_embd, n_stream, n_tokens)), window)
+    return PleScan(g.add(rows.gated, g.reshape(past, n_embd, n_stream, n_tokens)), window)
 
 
 def dilated_conv(g: GraphBuilder, window: Tensor, taps: Tensor, step: int) -> Tensor:

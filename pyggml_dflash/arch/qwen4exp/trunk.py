@@ -8,7 +8,15 @@ from pyggml_dflash.arch.delta_net import delta_specs, gate_delta, run_delta
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
 from pyggml_dflash.arch.qwen4exp.indexer import AttentionForm
 from pyggml_dflash.arch.qwen4exp.ngram import NgramConfig
-from pyggml_dflash.arch.qwen4exp.ple import PleScan, histories, ple, slot_history
+from pyggml_dflash.arch.qwen4exp.ple import (
+    PleRows,
+    PleScan,
+    histories,
+    ple,
+    ple_rows,
+    ple_scan,
+    slot_history,
+)
 from pyggml_dflash.arch.qwen4exp.sparse import IndexedKV, IndexStep, SparseLayer
 from pyggml_dflash.arch.qwen4exp.streams import Mixed, feed_back, mix, mixer_specs, mixer_weights, spread
 from pyggml_dflash.arch.qwen35 import attention_specs, expert_specs, gated_attention
@@ -110,6 +118,8 @@ def _add_ngrams(
 ) -> Tensor:
     key, w = step.key, weights.block(ngram.layer)
     rows = _ngram_rows(g, ngram, step)
+    if step.stretches:
+        return _add_stretches(g, config, ngram, weights, state, step, residual, rows)
     if step.slots is not None:
         history = histories(g, ngram, state, step.slots)
     else:
@@ -126,9 +136,32 @@ def _add_ngrams(
     return g.add(residual, scan.increment)
 
 
+def _add_stretches(
+    g: GraphBuilder,
+    config: Qwen4ExpConfig,
+    ngram: NgramConfig,
+    weights: LoadedWeights,
+    state: State,
+    step: Step,
+    residual: Tensor,
+    rows: Tensor,
+) -> Tensor:
+    """Products over the rows of all slots, the convolution over each slot's from its own history."""
+    module = ple_rows(g, weights.block(ngram.layer), ngram, rows, residual, config.norm_eps)
+    total: Tensor | None = None
+    for stretch in step.stretches:
+        history = slot_history(g, ngram, state, stretch.slot)
+        own = PleRows(stretch.rows(g, module.gated, 2), stretch.rows(g, module.columns))
+        scan = ple_scan(g, weights.block(ngram.layer), ngram, own, history)
+        scan.record(g, ngram, stretch.record)
+        total = scan.increment if total is None else g.concat(total, scan.increment, 2)
+    assert total is not None
+    return g.add(residual, total)
+
+
 def _ngram_rows(g: GraphBuilder, ngram: NgramConfig, step: Step) -> Tensor:
     """Rows of the n-gram table, F32 [width, M]."""
-    if step.slots is not None:
+    if step.key.mixes_slots:
         return apart(g, step, lambda part, _: _ngram_rows(g, ngram, part))
     flat, n_tokens = step.extra[NGRAM_ROWS], step.key.n_tokens
     return g.view(flat, (ngram.width, n_tokens), (4 * ngram.width,), 0)
@@ -136,7 +169,7 @@ def _ngram_rows(g: GraphBuilder, ngram: NgramConfig, step: Step) -> Tensor:
 
 def index_step(g: GraphBuilder, config: Qwen4ExpConfig, step: Step) -> IndexStep | None:
     """The indexer's inputs; None where no layer is sparse, or rows are of several slots."""
-    if not config.has_sparse_layers or step.slots is not None:
+    if not config.has_sparse_layers or step.key.mixes_slots:
         return None
     return IndexStep.of(g, step.extra, config.indexer, form_of(step.key), step.key)
 

@@ -1,0 +1,57 @@
+"""Which rows of the record are whose: what forwards write there waits until a drafter reads it. Layer 6.
+
+With one slot there is one room, for prompts and decoding. With several, each has a small room of its own for
+the rows that it decodes, and all share one for prompts, whose rows are read before the next prompt's come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+OWN_ROWS: Final = 32  # that a slot can decode plainly before its drafter has to read them
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """`n_rows` rows of the record from `first` on; the one in front of them, if any, is of no room."""
+
+    first: int
+    n_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpace:
+    """The rooms of `n_slots` slots, for forwards of up to `most` rows and verify forwards of `max_width`."""
+
+    n_slots: int
+    most: int
+    max_width: int
+
+    @property
+    def shared(self) -> Room:
+        """The room of prompts."""
+        return Room(0, self.most)
+
+    def own(self, slot: int) -> Room:
+        """The room of what a slot decodes."""
+        if self.n_slots == 1:
+            return self.shared
+        n_rows = max(OWN_ROWS, self.max_width)
+        return Room(self.most + 1 + slot * (n_rows + 1), n_rows)
+
+    @property
+    def most_waiting(self) -> int:
+        """Rows of the largest room: that many a drafter may have to read at once."""
+        return max(self.most, self.own(0).n_rows)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the whole record."""
+        last = self.own(self.n_slots - 1)
+        return last.first + last.n_rows
+
+    def has(self, slot: int, first: int, n: int) -> bool:
+        """True if `n` rows from `first` on are in a room that the slot may write to."""
+        rooms = (self.shared, self.own(slot))
+        return any(room.first <= first and first + n <= room.first + room.n_rows for room in rooms)

@@ -51,8 +51,8 @@ def options_of(case: tuple[str, str], folder: Path) -> tuple[Path, dict[str, Any
 
 
 def params() -> list[Any]:
-    """One of each kind of draft always, the others among the slow tests."""
-    marks: dict[tuple[str, str], Any] = {CASES[0]: (), CASES[3]: ()}
+    """One always, the others among the slow tests."""
+    marks: dict[tuple[str, str], Any] = {CASES[0]: ()}
     return [pytest.param(c, id="-".join(c), marks=marks.get(c, pytest.mark.slow)) for c in CASES]
 
 

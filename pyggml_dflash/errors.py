@@ -125,9 +125,15 @@ class ContextOverflowError(DflashError):
 
     exit_code = 4
 
-    def __init__(self, *, n_prompt: int, max_tokens: int | None, n_ctx: int) -> None:
+    def __init__(
+        self, *, n_prompt: int, max_tokens: int | None, n_ctx: int, n_ctx_train: int | None = None
+    ) -> None:
+        """`n_ctx_train`: the most that a context of this model can have; None: unknown."""
         self.n_prompt, self.max_tokens, self.n_ctx = n_prompt, max_tokens, n_ctx
-        super().__init__(f"{self.request_advice}, or open with a larger --max-ctx")
+        larger = ", or open with a larger --max-ctx"
+        if n_ctx_train is not None and n_ctx >= n_ctx_train:
+            larger = "; this model has no larger context"
+        super().__init__(self.request_advice + larger)
 
     @property
     def request_advice(self) -> str:

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 for _name in [name for name in os.environ if name.startswith("DFLASH_") and name != "DFLASH_GGML_SOURCE"]:
     del os.environ[_name]
@@ -19,6 +20,8 @@ os.environ["DFLASH_CONFIG"] = os.devnull  # an empty file, in place of the user'
 # products are small here, has one. Both are read when the libraries are loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+settings.register_profile("without deadlines", deadline=None)  # on a busy machine they fail what is right
+settings.load_profile("without deadlines")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

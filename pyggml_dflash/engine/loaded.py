@@ -114,11 +114,15 @@ class Loaded:
     def check_length(self, n_tokens: int) -> None:
         """Raise `ContextOverflowError` for a text that the context cannot hold."""
         if n_tokens > self.info.n_ctx:
-            raise ContextOverflowError(n_prompt=n_tokens, max_tokens=None, n_ctx=self.info.n_ctx)
+            raise self._overflow(n_tokens, None)
 
     def _check_length(self, request: GenerationRequest) -> None:
         needed = len(request.tokens) + max(0, (request.max_tokens or 1) - 1)
         if needed > self.info.n_ctx:
-            raise ContextOverflowError(
-                n_prompt=len(request.tokens), max_tokens=request.max_tokens, n_ctx=self.info.n_ctx
-            )
+            raise self._overflow(len(request.tokens), request.max_tokens)
+
+    def _overflow(self, n_prompt: int, max_tokens: int | None) -> ContextOverflowError:
+        info = self.info
+        return ContextOverflowError(
+            n_prompt=n_prompt, max_tokens=max_tokens, n_ctx=info.n_ctx, n_ctx_train=info.n_ctx_train
+        )

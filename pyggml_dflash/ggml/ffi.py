@@ -15,7 +15,8 @@ try:
 except ImportError as error:  # the message is what a user of a half-installed tree needs
     raise BackendError(
         f"the compiled ggml module cannot be loaded ({error}); "
-        "install the package with 'pip install .', or run 'python build.py' in a source checkout"
+        "install the package with 'pip install .' and leave the source checkout, or stay there and run "
+        "'pip install -e .'"
     ) from error
 
 CData: TypeAlias = Any

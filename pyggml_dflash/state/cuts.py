@@ -25,7 +25,7 @@ LONG_TAIL: Final = 4096
 SHORT_HEAD: Final = 2048
 CHUNK: Final = 512
 LONG: Final = 4096  # tokens of a prompt to which one forward more makes little difference
-LAST: Final = 64  # fewest tokens behind its own end: with F16 caches CPUs take longer for fewer (ggml 0.25.3)
+LAST: Final = 64  # fewest tokens behind its own end: fewer leave tiles of a CPU's attention empty
 
 # What begins a turn and what ends one, by family of templates; no end: every beginning is a boundary.
 _FAMILIES: Final[tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = (

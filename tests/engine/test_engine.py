@@ -460,3 +460,9 @@ def test_ids_that_come_from_an_iterator_are_refused_or_used(llama: Engine) -> No
         message = ""
         assert result.tokens == llama.generate(prompt(5), max_tokens=4).tokens
     assert "at least one token" not in message
+
+
+@pytest.mark.parametrize(("n_ctx", "told"), [(64, "or open with a larger"), (2048, "no larger context")])
+def test_a_larger_context_is_proposed_where_the_model_has_one(n_ctx: int, told: str) -> None:
+    with opened(LLAMA, max_ctx=n_ctx) as engine, pytest.raises(ContextOverflowError, match=told):
+        engine.generate([5] * (n_ctx + 1))

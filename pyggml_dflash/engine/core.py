@@ -50,8 +50,7 @@ from pyggml_dflash.state.cuts import PromptEnds, prompt_ends
 from pyggml_dflash.state.slot import Slot, SlotTable
 
 LOG: Final = logging.getLogger(__name__)
-PICK_ROWS: Final = 256  # of a forward that shows its choice of experts: all of them have logits
-ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
+PICK_ROWS: Final = 256  # of a forward that shows its choice of experts
 DRAFTER_BEHIND: Final = "the state that was continued has nothing of the drafter's"
 
 
@@ -159,10 +158,8 @@ class EngineCore:
         return self._backlogs[seat.slot.id] if seat.drafts else None
 
     def _rows_of(self, admission: Admission) -> int:
-        if admission.sampler is not None:
-            return self.granule
-        row_bytes = 4 * self._forwards.model.config.n_vocab
-        return max(1, min(self.granule, ALL_LOGITS_BYTES // row_bytes))
+        most = self._forwards.scored_rows if admission.sampler is None else self.granule
+        return min(self.granule, most)
 
     def retire(self, id: int) -> None:
         """Free slot `id`, whatever its sequence was doing; nothing happens if it is free."""
@@ -379,7 +376,7 @@ class EngineCore:
         self._check_thread()
         slot = self.slots[0]
         slot.reset()
-        n_rows = min(self.chunk, PICK_ROWS)
+        n_rows = min(PICK_ROWS, max(1, self._forwards.scored_rows // 2))  # that have logits beside the choice
         for start in range(0, len(tokens), n_rows):
             part = tokens[start : start + n_rows]
             yield self._forwards.picks(slot, part)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from pyggml_dflash.arch.base import Commit, GraphKey, StateUpdate
+from pyggml_dflash.arch.base import Commit, GraphKey, OutputKind, StateUpdate
 from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS, most_ragged_rows
 from pyggml_dflash.engine.inputs import BUCKET, bucketed
@@ -52,14 +52,21 @@ class _Needs:
             found.append(self._probe.largest((key, self._builder(key)) for key in self._batches()))
         if self._forwards.recording is not None:
             found.append(self._speculation())
-        return max(*found, *(self._largest(n, (self._n_ctx,)) for n in self._chunks()))
+        chunks, end = self._chunks(), (self._n_ctx,)
+        scored = {min(n, self._forwards.scored_rows) for n in chunks}
+        found += [self._largest(n, end) for n in chunks]
+        return max(*found, *(self._largest(n, end, output="all") for n in scored))
 
-    def _largest(self, n_tokens: int, depths: Sequence[int]) -> int:
-        return self._probe.largest((key, self._builder(key)) for key in self._keys(n_tokens, depths, slot=0))
+    def _largest(self, n_tokens: int, depths: Sequence[int], *, output: OutputKind = "last") -> int:
+        keys = self._keys(n_tokens, depths, slot=0, output=output)
+        return self._probe.largest((key, self._builder(key)) for key in keys)
 
-    def _keys(self, n_tokens: int, depths: Sequence[int], *, slot: int) -> list[GraphKey]:
+    def _keys(
+        self, n_tokens: int, depths: Sequence[int], *, slot: int, output: OutputKind = "last"
+    ) -> list[GraphKey]:
+        captures = self._captures and output == "last"  # where all rows are wanted nothing is drafted
         return [
-            GraphKey(n_tokens=n_tokens, n_kv=n, slot=slot, output="last", capture=self._captures, form=form)
+            GraphKey(n_tokens=n_tokens, n_kv=n, slot=slot, output=output, capture=captures, form=form)
             for n, form in self._furthest(n_tokens, depths)
         ]
 
@@ -152,7 +159,11 @@ class _Needs:
         return self._forwards.form(n_past, n_tokens, bucketed(n_past + n_tokens))
 
     def _where_largest(self) -> tuple[int, ...]:
-        """Cache rows where decode graphs are largest: where attention without flash ends, and at the end."""
+        """Cache rows where decode graphs are largest: where attention without flash ends, and at the end.
+
+        Where prompts go row by row too, no other graph has what flash attention takes below that.
+        """
         plain, n_ctx = self._forwards.model.plain_kv, self._n_ctx
-        last_plain = (plain.stop - 1) // BUCKET * BUCKET
-        return (last_plain, n_ctx) if plain and last_plain < n_ctx else (n_ctx,)
+        turns = (plain.start - 1, plain.stop - 1) if self._forwards.chunk == 1 else (plain.stop - 1,)
+        found = (n // BUCKET * BUCKET for n in turns) if plain else ()
+        return (*(n for n in found if n < n_ctx), n_ctx)

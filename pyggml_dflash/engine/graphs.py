@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ from pyggml_dflash.plan.measure import MemoryProbe
 from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 
 Logits = npt.NDArray[np.float32]
+ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
 
 
 class Forwards:
@@ -121,6 +123,11 @@ class Forwards:
     def n_slots(self) -> int:
         """Sequences that there is room for."""
         return len(self._slots.slots)
+
+    @property
+    def scored_rows(self) -> int:
+        """Most rows of a forward that returns the logits of all of them."""
+        return max(1, min(self.chunk, ALL_LOGITS_BYTES // (4 * self.model.config.n_vocab)))
 
     @property
     def max_width(self) -> int:

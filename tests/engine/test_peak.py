@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pyggml_dflash import fit_report
 from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.graph_cache import GraphCache
+from pyggml_dflash.engine.inputs import BUCKET
 from pyggml_dflash.ggml.graph import StepGraph, measure_scratch
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
@@ -73,8 +76,38 @@ def test_four_long_prompts_take_what_was_planned(model: Path, monkeypatch: pytes
         if spec == "mtp":
             fill(core, tokens(N_CTX - 20, seed=9), 0)
             speculate(core, 0, width=4)
+        core.logits(tokens(N_CTX, seed=3))
         whole = sum(planned.values())
         assert 0.98 * whole <= ledger.peak("CPU") + max(scratch) <= whole
         counted = {label: n for label, n in ledger.by_label("CPU").items() if label in planned}
         assert set(planned) - set(counted) == {"graph scratch"}
         assert max(scratch) <= planned["graph scratch"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])
+def test_reading_a_text_with_the_logits_of_every_row_takes_what_was_planned(
+    architecture: str, tmp_path: Path
+) -> None:
+    """The plan's own bytes are the cap, and a vocabulary is far wider than everything else."""
+    tiny = Tiny(architecture=architecture, n_ctx_train=N_CTX, n_vocab=30_000, n_layer=2)
+    options = EngineOptions(
+        model=write_tiny(tmp_path, tiny), spec="off", prefix_cache_max_mib=0, device="CPU", threads=1
+    )
+    cap = sum(fit_report(options).devices[0].terms.values())
+    with built(replace(options, device_cap={"CPU": cap}, fit_margin="0")) as (_, core, ledger):
+        assert len(core.logits(tokens(N_CTX, seed=3))) == N_CTX
+        if core.moe is not None:
+            assert sum(len(chosen[0]) for chosen in core.picks(tokens(N_CTX, seed=3))) == N_CTX
+        assert 0.95 * cap <= ledger.peak("CPU") <= cap
+
+
+def test_prompts_that_go_row_by_row_take_the_scratch_that_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows over the first cache rows attend with flash attention, those behind them without."""
+    path = write_tiny(tmp_path, Tiny(architecture="llama", n_ctx_train=N_CTX))
+    options = EngineOptions(model=path, chunk=1, max_ctx=2 * BUCKET, device="CPU", threads=2)
+    with built(options) as (made, core, _):
+        scratch = note_scratch(monkeypatch)
+        fill(core, tokens(BUCKET + 8, seed=1), 0)
+        assert 0 < max(scratch) == made.fit.devices[0].terms["graph scratch"]

@@ -60,12 +60,23 @@ def refusal(name: str, value: object, wanted: str) -> UsageError:
     return UsageError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {wanted}")
 
 
-def check_int(name: str, value: object, low: int, high: int | None = MAX_COUNT) -> None:
-    """Refuse what is no whole number within [low, high]; bools and NumPy's integers are none."""
+def check_int(
+    name: str, value: object, low: int, high: int | None = MAX_COUNT, *, otherwise: str = ""
+) -> None:
+    """Refuse what is no whole number within [low, high]; bools and NumPy's integers are none.
+
+    `otherwise`: what else works, for the message.
+    """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):  # type: ignore[operator]
         most = "" if high is None else f" and at most {high}"
-        raise refusal(name, value, f"it must be a whole number of at least {low}{most}")
+        raise refusal(name, value, f"it must be a whole number of at least {low}{most}{otherwise}")
+
+
+def check_int_or_auto(name: str, value: object, low: int, high: int | None = MAX_COUNT) -> None:
+    """Refuse what is neither 'auto' nor a whole number within [low, high]."""
+    if not isinstance(value, str) or value != "auto":
+        check_int(name, value, low, high, otherwise=", or 'auto'")
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -91,16 +102,14 @@ def check_flag(name: str, value: object) -> None:
 
 def check_spec_width(value: object) -> None:
     """Refuse what is neither 'auto' nor a number of rows that a verify forward may have."""
-    if not isinstance(value, str) or value != "auto":
-        check_int("spec_width", value, 2, MAX_WIDTH)
+    check_int_or_auto("spec_width", value, 2, MAX_WIDTH)
 
 
 def check_stream_experts(value: object) -> None:
     """Refuse what is neither 'auto', nor 0, nor more rows than those of decoded tokens."""
-    if not isinstance(value, str) or value != "auto":
-        check_int("stream_experts", value, 0)
-        if value:
-            check_int("stream_experts", value, MIN_STREAM_ROWS)
+    never = isinstance(value, int) and not isinstance(value, bool) and value == 0
+    if not never and (not isinstance(value, str) or value != "auto"):
+        check_int("stream_experts", value, MIN_STREAM_ROWS, otherwise=", or 0 for never, or 'auto'")
 
 
 def as_path(name: str, value: object) -> Path:
@@ -211,8 +220,7 @@ class EngineOptions:
         if self.model is not None and not isinstance(self.model, Path):
             raise refusal("model", self.model, "it must be a pathlib.Path or None")
         self._check_memory()
-        if not isinstance(self.chunk, str) or self.chunk != "auto":
-            check_int("chunk", self.chunk, 1, 32768)
+        check_int_or_auto("chunk", self.chunk, 1, 32768)
         if self.device is not None and not isinstance(self.device, str):
             raise refusal("device", self.device, "it must be a device's name or None")
         self._check_split()
@@ -238,7 +246,7 @@ class EngineOptions:
             if not re.fullmatch(r"auto(:0*[1-9][0-9]{0,9})?", self.max_ctx):
                 raise refusal("max_ctx", self.max_ctx, "it must be a number of tokens, 'auto' or 'auto:N'")
         elif self.max_ctx is not None:
-            check_int("max_ctx", self.max_ctx, 1)
+            check_int("max_ctx", self.max_ctx, 1, otherwise=", or 'auto'")
         if self.min_ctx is not None:
             check_int("min_ctx", self.min_ctx, 1)
         check_int("slots", self.slots, 1, 64)
@@ -253,10 +261,8 @@ class EngineOptions:
             check_int(f"device_cap of {name}", n_bytes, 0, None)
         object.__setattr__(self, "device_cap", dict(self.device_cap))  # what is checked must not change
         Margin.parse(self.fit_margin)
-        if isinstance(self.trim_interval, str):
-            check_choice("trim_interval", self.trim_interval, ("auto",))
-        elif self.trim_interval is not None:
-            check_int("trim_interval", self.trim_interval, 0)
+        if self.trim_interval is not None:
+            check_int_or_auto("trim_interval", self.trim_interval, 0)
 
     def _check_split(self) -> None:
         check_choice("split", self.split, get_args(Split))
@@ -266,8 +272,7 @@ class EngineOptions:
                 raise refusal(
                     option, getattr(self, option), "it must be a tuple, with an entry for each device"
                 )
-        if not isinstance(self.prompt_streams, str) or self.prompt_streams != "auto":
-            check_int("prompt_streams", self.prompt_streams, 1, 2)
+        check_int_or_auto("prompt_streams", self.prompt_streams, 1, 2)
         for name in self.devices:
             if not isinstance(name, str) or not name:
                 raise refusal("devices", name, "it must be a device's name")
@@ -293,8 +298,7 @@ class EngineOptions:
         check_spec_width(self.spec_width)
 
     def _check_stored(self) -> None:
-        if not isinstance(self.prefix_cache_max_mib, str) or self.prefix_cache_max_mib != "auto":
-            check_int("prefix_cache_max_mib", self.prefix_cache_max_mib, 0)
+        check_int_or_auto("prefix_cache_max_mib", self.prefix_cache_max_mib, 0)
         check_int("prefix_cache_entries", self.prefix_cache_entries, 1, MAX_PREFIXES)
         check_choice("snapshot_memory", self.snapshot_memory, get_args(HostMemory))
         if self.kv_cache_dir is not None and not isinstance(self.kv_cache_dir, Path):

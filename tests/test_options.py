@@ -203,6 +203,25 @@ def test_a_trim_interval_is_digits_with_blanks_around_them(text: str, interval: 
     assert parse_trim_interval(text) == interval
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_ctx",
+        "chunk",
+        "spec_width",
+        "stream_experts",
+        "prompt_streams",
+        "trim_interval",
+        "prefix_cache_max_mib",
+    ],
+)
+@pytest.mark.parametrize("value", ["many", -1])
+def test_a_refusal_tells_where_auto_works(name: str, value: Any) -> None:
+    EngineOptions(**{name: "auto"})
+    with pytest.raises(UsageError, match=f"{name} is {value!r}; .*'auto'"):
+        EngineOptions(**{name: value})
+
+
 @pytest.mark.parametrize("value", ["auto", "auto:1", "auto:32768", 1, None])
 def test_a_context_is_a_number_or_what_fits(value: int | str | None) -> None:
     assert EngineOptions(max_ctx=value).max_ctx == value

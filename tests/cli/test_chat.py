@@ -153,7 +153,7 @@ def test_a_model_without_drafts_says_so_and_keeps_answering() -> None:
         "error: spec is 'dflash'; it needs a draft",
         nothing,
         "error: 'sideways' is neither one of auto, off, dflash, mtp nor a number of rows",
-        "error: spec_width is 1; it must be a whole number of at least 2 and at most 16",
+        "error: spec_width is 1; it must be a whole number of at least 2 and at most 16, or 'auto'",
         "error: /spec takes one of auto, off, dflash, mtp and a number of rows; 'off 4 4' has more",
     ]
 

@@ -5,7 +5,7 @@ Of every kind of forward the largest is measured, in each form and where attenti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -53,9 +53,15 @@ class _Needs:
         if self._forwards.recording is not None:
             found.append(self._speculation())
         chunks, end = self._chunks(), (self._n_ctx,)
-        scored = {min(n, self._forwards.scored_rows) for n in chunks}
         found += [self._largest(n, end) for n in chunks]
-        return max(*found, *(self._largest(n, end, output="all") for n in scored))
+        return max(*found, self._scored(chunks))
+
+    def _scored(self, chunks: Set[int]) -> int:
+        """Of forwards that return the logits of all rows. Over few cache rows there may be no gap for what is
+        alive beside these, so the largest is measured at the start of the context too."""
+        most, end = self._forwards.scored_rows, (self._n_ctx,)
+        found = [self._largest(min(n, most), end, output="all") for n in chunks]
+        return max(*found, self._largest(most, (bucketed(most),), output="all"))
 
     def _largest(self, n_tokens: int, depths: Sequence[int], *, output: OutputKind = "last") -> int:
         keys = self._keys(n_tokens, depths, slot=0, output=output)

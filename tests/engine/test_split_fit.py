@@ -19,9 +19,10 @@ from pyggml_dflash.engine.fit import FLOOR_ROWS, Planner
 from pyggml_dflash.ggml.graph import GraphAllocator, measure_by_device
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.plan.chunk import TILE
+from tests.engine.test_fit import built
 from tests.engine.tiny import QWEN35
 from tests.engine.workers import Worker, workers
-from tests.reference.opened import open_core
+from tests.reference.opened import on_the_cpu, open_core
 from tests.tiny import Tiny, tokens, write_tiny
 
 MIB = 2**20
@@ -295,3 +296,22 @@ def test_prompts_of_four_slots_take_the_bytes_of_one_and_apart_they_would_take_f
                 own.place(builder)
                 separate.update(own.by_device)
     assert separate == {device: 4 * n for device, n in shared.items()}
+
+
+def test_logits_of_every_row_over_few_cache_rows_are_planned(worker: Worker, tmp_path: Path) -> None:
+    """Masks of a whole context leave gaps, in which other rows lie; those of a short one do not."""
+    tiny = Tiny(architecture="qwen35moe", n_ctx_train=2048, n_head=12, n_head_kv=3, n_layer=2, n_vocab=20_000)
+    options = replace(
+        on_the_cpu(write_tiny(tmp_path, tiny), chunk=63),
+        device=None,
+        devices=(worker.name, "CPU"),
+        cache_type_k="f32",
+        cache_type_v="f32",
+        max_ctx=2048,
+        spec="off",
+        repack="off",
+    )
+    with built(options) as (made, core, ledger):
+        core.logits(tokens(63, seed=1))
+        for share in made.fit.devices:
+            assert ledger.by_label(share.device)["graphs"] <= share.terms["graphs"]

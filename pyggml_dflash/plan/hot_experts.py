@@ -56,6 +56,11 @@ class RouteStats:
                 f"expert_placement is {str(path)!r}; it must be what 'dflash route-stats' writes"
             )
         n_layer, n_expert, n_used, n_tokens = map(int, numbers.groups())
+        if len(lines) - 2 != n_layer * n_expert:
+            raise UsageError(
+                f"{path} has {len(lines) - 2} lines of counts; {n_layer} layers of {n_expert} experts "
+                f"have {n_layer * n_expert}"
+            )
         picks = np.full((n_layer, n_expert), -1, np.int64)
         for number, line in enumerate(lines[2:], 3):
             row = re.fullmatch(r"([0-9]{1,6}),([0-9]{1,6}),([0-9]{1,15})", line)

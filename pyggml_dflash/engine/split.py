@@ -67,6 +67,11 @@ def choose_split(options: EngineOptions, size: ModelSize) -> tuple[SplitPlan, tu
         for d in listed
     ]
     plan = plan_split(request, rooms, size)
+    if len(plan.devices) == 1 and options.link_type != "f32":
+        raise UsageError(
+            f"link_type is {options.link_type!r}, but {plan.devices[0]} has the whole model: "
+            "no rows go to another device"
+        )
     if len(plan.devices) > 1:
         LOG.info("placement: %s", described(plan))
     return plan, tuple(infos[name] for name in plan.devices)

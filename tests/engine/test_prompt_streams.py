@@ -222,9 +222,11 @@ def test_what_two_streams_take_is_planned(
         assert 0.9 * n_bytes <= peaks[device] <= n_bytes
 
 
-def test_one_device_has_nobody_to_take_turns_with() -> None:
+def test_one_device_has_nobody_to_take_turns_with_nor_to_send_rows_to() -> None:
     with pytest.raises(UsageError, match="prompt_streams is 2, but CPU has the whole model"):
         opened(LLAMA, prompt_streams=2)
+    with pytest.raises(UsageError, match="link_type is 'f16', but CPU has the whole model"):
+        opened(LLAMA, link_type="f16")
 
 
 def test_chunks_that_are_never_divided_are_told(

@@ -43,6 +43,11 @@ class Endpoint:
             raise UsageError(f"endpoint is {text!r}; it must be HOST:PORT as in 127.0.0.1:50052")
         return cls(match[1], int(match[2]))
 
+    def address(self) -> str:
+        """The host's IPv4 address, as ggml knows no others; raises `OSError` if it has none."""
+        found = socket.getaddrinfo(self.host, self.port, socket.AF_INET, socket.SOCK_STREAM)
+        return str(found[0][4][0])
+
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
@@ -107,7 +112,7 @@ def ask_worker(endpoint: Endpoint) -> tuple[WorkerDevice, ...]:
     """
     CONNECTIONS.is_held(endpoint)
     try:
-        with socket.create_connection((endpoint.host, endpoint.port), timeout=ANSWER_S) as link:
+        with socket.create_connection((endpoint.address(), endpoint.port), timeout=ANSWER_S) as link:
             version = _ask(link, HELLO, bytes(CAPABILITIES_BYTES), 4 + CAPABILITIES_BYTES)
             if version[0] != PROTOCOL[0] or version[1] > PROTOCOL[1]:
                 theirs, ours = f"{version[0]}.{version[1]}", ".".join(map(str, PROTOCOL))
@@ -170,11 +175,12 @@ def serve(endpoint: Endpoint, devices: Sequence[str], threads: int) -> None:
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            free.bind((endpoint.host, endpoint.port))
+            address = endpoint.address()  # ggml listens at no name
+            free.bind((address, endpoint.port))
         except OSError as error:
             raise UsageError(f"cannot listen at {endpoint}: {error.strerror or error}") from error
     found = ffi.new("ggml_backend_dev_t[]", [lib.ggml_backend_dev_by_name(d.encode()) for d in devices])
     start = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_start_server")
     start = ffi.cast("ggml_backend_rpc_start_server_t", start)
-    start(str(endpoint).encode(), ffi.NULL, threads, len(devices), found)
+    start(f"{address}:{endpoint.port}".encode(), ffi.NULL, threads, len(devices), found)
     raise BackendError(f"the worker at {endpoint} could not start")

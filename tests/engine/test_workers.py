@@ -93,6 +93,15 @@ def test_a_worker_belongs_to_one_engine_of_a_process(worker: Worker) -> None:
         assert engine.generate(prompt(8), max_tokens=2).tokens
 
 
+def test_a_worker_listens_at_a_name() -> None:
+    started = start_worker(host="localhost")
+    try:
+        with opened(LLAMA, device=started.name) as engine:
+            assert engine.generate(prompt(8), max_tokens=1).tokens
+    finally:
+        started.kill()
+
+
 # a worker that goes away
 
 

@@ -38,17 +38,17 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def start_worker(port: int | None = None) -> Worker:
+def start_worker(port: int | None = None, host: str = HOST) -> Worker:
     """A worker with one thread on the CPU, which answers when this returns."""
     port = free_port() if port is None else port
     quiet = subprocess.DEVNULL
-    command = [sys.executable, "-m", "pyggml_dflash", "rpc-worker", "--listen", f"{HOST}:{port}"]
+    command = [sys.executable, "-m", "pyggml_dflash", "rpc-worker", "--listen", f"{host}:{port}"]
     process = subprocess.Popen([*command, "--threads", "1"], stdout=quiet, stderr=quiet)
     end = time.monotonic() + START_S
     while True:
         try:
-            ask_worker(Endpoint(HOST, port))
-            return Worker(f"rpc://{HOST}:{port}", process)
+            ask_worker(Endpoint(host, port))
+            return Worker(f"rpc://{host}:{port}", process)
         except BackendError:
             if process.poll() is not None or time.monotonic() > end:
                 process.kill()

@@ -37,6 +37,7 @@ MAX_COUNT: Final = 2**31 - 1
 MAX_BIAS: Final = sys.float_info.max
 MAX_WIDTH: Final = 16  # rows of a verify forward
 MIN_STREAM_ROWS: Final = 128  # more than decode and verify forwards have, so that only prompts can differ
+MAX_TIMEOUT_S: Final = 10**6
 MAX_PREFIXES: Final = 63  # states in memory
 # Numbers that choose tokens: the least, the most, and whether the least itself is left out.
 SAMPLING_RANGES: Final[Mapping[str, tuple[float, float, bool]]] = {
@@ -194,6 +195,7 @@ class EngineOptions:
     expert_budget_mib: int = 8192  # most memory of the target for such copies
     stream_experts: int | Auto = "auto"  # fewest prompt rows for which `device` copies host experts; 0: never
     expert_memory: HostMemory = "pageable"  # of experts that are streamed; pinned: copied at full speed
+    worker_timeout_s: int = 600  # most seconds that a worker may leave an answer out; 0: any time
     device_cap: Mapping[str, int] = field(default_factory=dict)  # device name -> most bytes to hold there
     device_reserve_mib: int = 0  # memory of the device that is taken and left alone
     fit_margin: str = "10%"  # left free by a fit: a part of what is free, or MiB as in '512'
@@ -284,6 +286,7 @@ class EngineOptions:
         check_int("expert_budget_mib", self.expert_budget_mib, 0)
         check_stream_experts(self.stream_experts)
         check_choice("expert_memory", self.expert_memory, get_args(HostMemory))
+        check_int("worker_timeout_s", self.worker_timeout_s, 0, MAX_TIMEOUT_S)
         for part in self.tensor_split:
             check_number("tensor_split", part, 0, 1e6, above=True)
 

@@ -85,6 +85,13 @@ DEVICES: Final = (
         help="Host memory of experts that are copied so; pinned is copied faster, but is a copy of the file.",
     ),
     click.option(
+        "--worker-timeout-s",
+        type=WholeNumber(),
+        default=600,
+        show_default=True,
+        help="Most seconds that a worker may leave an answer out before it counts as lost; 0: any time.",
+    ),
+    click.option(
         "--device-cap",
         type=DeviceCap(),
         multiple=True,

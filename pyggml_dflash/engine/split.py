@@ -190,11 +190,11 @@ def _part(plan: SplitPlan, device: int) -> str:
 
 def open_backends(infos: tuple[DeviceInfo, ...], options: EngineOptions, stack: ExitStack) -> Backend:
     """A backend on the first device, with those on the others as its peers; `stack` closes them."""
-    threads, half = options.threads, options.link_type == "f16"
+    threads, half, limit_s = options.threads, options.link_type == "f16", options.worker_timeout_s
     peers = []
     for info in infos[1:]:
-        peers.append(Backend(info, threads=threads))
+        peers.append(Backend(info, threads=threads, timeout_s=limit_s))
         stack.callback(peers[-1].close)
-    target = Backend(infos[0], threads=threads, peers=tuple(peers), half_links=half)
+    target = Backend(infos[0], threads=threads, peers=tuple(peers), half_links=half, timeout_s=limit_s)
     stack.callback(target.close)
     return target

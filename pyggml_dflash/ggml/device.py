@@ -241,8 +241,10 @@ class Backend(Handle):
         threads: int | None = None,
         peers: tuple[Backend, ...] = (),
         half_links: bool = False,
+        timeout_s: int = 0,
     ) -> None:
-        """`half_links`: rows of a prompt cross to peers and back in half precision."""
+        """`half_links`: rows of a prompt cross to peers and back in half precision. `timeout_s`: how long a
+        worker is waited for; 0: any time."""
         for name, value in SAFE_ENVIRONMENT.items():  # ggml reads it at its first kernel
             os.environ.setdefault(name, value)
         self.info, self.peers, self.half_links = info, peers, half_links
@@ -251,7 +253,7 @@ class Backend(Handle):
         self.n_threads = threads or physical_cores()
         self._endpoint: rpc.Endpoint | None = None
         self._n_failures = rpc.n_failures()
-        self._device = self._connected() if info.kind == "rpc" else self._listed()
+        self._device = self._connected(timeout_s) if info.kind == "rpc" else self._listed()
         try:
             super().__init__(lib.ggml_backend_dev_init(self._device, ffi.NULL), lib.ggml_backend_free)
         except BaseException:
@@ -267,14 +269,14 @@ class Backend(Handle):
         name = self.info.name
         return check_pointer(lib.ggml_backend_dev_by_name(name.encode()), f"device {name}")
 
-    def _connected(self) -> CData:
+    def _connected(self, timeout_s: int) -> CData:
         endpoint, index = rpc.split_name(self.info.name)
         if not rpc.CONNECTIONS.is_held(endpoint):
             rpc.ask_worker(endpoint)
         rpc.CONNECTIONS.take(endpoint)
         self._endpoint = endpoint
         try:
-            return rpc.worker_device(endpoint, index)
+            return rpc.worker_device(endpoint, index, timeout_s)
         except BaseException:
             self._let_go()
             raise
@@ -353,8 +355,10 @@ class Backend(Handle):
         return tuple(b for b in found if c_string(lib.ggml_backend_buft_name(b)) not in UNSAFE_LAYOUTS)
 
     def memory_free(self) -> int:
-        """Free bytes now, as the driver (or the system, for the CPU) tells."""
-        return _info(self._device).memory_free
+        """Free bytes now, as the driver (or the system, for the CPU) tells; a lost one raises."""
+        free = _info(self._device).memory_free
+        self.check_alive()  # one that is lost has none
+        return free
 
     def synchronize(self) -> None:
         """Wait for all queued work."""

@@ -154,8 +154,9 @@ def _receive(link: socket.socket, n_bytes: int) -> bytes:
     return data
 
 
-def worker_device(endpoint: Endpoint, index: int) -> CData:
-    """ggml's device for one that `ask_worker` found."""
+def worker_device(endpoint: Endpoint, index: int, timeout_s: int) -> CData:
+    """ggml's device for one that `ask_worker` found; it is lost once an answer takes longer; 0: any time."""
+    lib.dflash_rpc_timeout(timeout_s)
     registry = check_pointer(lib.ggml_backend_reg_by_name(b"RPC"), "this build has no RPC back end")
     add = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_add_server")
     worker = ffi.cast("ggml_backend_rpc_add_server_t", add)(str(endpoint).encode())

@@ -61,6 +61,7 @@ class HotExperts:
                 for layer, hot in enumerate(layers):
                     if hot:
                         self._fill(file, layer, hot, n_expert)
+                        backend.check_alive()
             self._stack = stack.pop_all()
 
     def _declare(self, arena: TensorArena, file: TensorFile, layer: int, n_hot: int, n_expert: int) -> None:

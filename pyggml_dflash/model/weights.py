@@ -182,7 +182,7 @@ class LoadedWeights:
                 layouts = {PINNED: backend.pinned_buffer_type, **_layouts(own)}
                 self._declare(stack, [p for p in here if p.kind != "mapped"], own, ledger, layouts)
             if not ledger.dry:
-                self._fill(moved, progress)
+                self._fill(moved, backend.all, progress)
             self._stack = stack.pop_all()
 
     def _place_mapped(
@@ -219,7 +219,9 @@ class LoadedWeights:
                 LOG.warning("the driver gave no pinned memory: experts lie in ordinary memory")
             self.n_bytes[kind] = self.n_bytes.get(kind, 0) + arena.n_bytes
 
-    def _fill(self, moved: list[Placement], progress: LoadProgress | None) -> None:
+    def _fill(
+        self, moved: list[Placement], backends: tuple[Backend, ...], progress: LoadProgress | None
+    ) -> None:
         done, total = 0, sum(p.source.n_bytes for p in moved)
         if progress is not None and total:
             progress(0, total)
@@ -230,6 +232,7 @@ class LoadedWeights:
             for start in range(0, p.source.n_bytes, piece):
                 part = data[start : start + piece]
                 write(tensor, part, start)
+                backends[p.device].check_alive()  # one that is lost takes anything
                 done += len(part)
                 if progress is not None:
                     progress(done, total)

@@ -265,6 +265,7 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         "expert_budget_mib",
         "stream_experts",
         "expert_memory",
+        "worker_timeout_s",
     }  # in test_workers and test_streaming
     assert at_default == {"chunk"} | several  # an option that is new belongs above
     expected = replace(options, max_ctx=report.n_ctx, min_ctx=None, chunk=report.chunk, queue_limit=None)

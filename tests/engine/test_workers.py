@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Final
 
 import click
 import numpy as np
 import pytest
 from dflash_cli.engine_flags import engine_options
 
-from pyggml_dflash import BackendError, DeviceLostError, EngineOptions, UsageError, fit_report
+from pyggml_dflash import BackendError, DeviceLostError, EngineOptions, Progress, UsageError, fit_report
 from pyggml_dflash.engine.rpc_worker import serve_worker
 from pyggml_dflash.ggml.device import Backend, named_device
 from pyggml_dflash.ggml.rpc import Endpoint
@@ -142,10 +143,98 @@ def test_a_worker_that_is_killed_between_requests_is_told_by_the_next(worker: Wo
 def test_a_backend_on_a_lost_device_can_be_closed(worker: Worker) -> None:
     backend = Backend(named_device(worker.name))
     worker.kill()
-    backend.memory_free()
-    with pytest.raises(DeviceLostError):
-        backend.check_alive()
+    for _ in range(2):
+        with pytest.raises(DeviceLostError):
+            backend.memory_free()
     backend.close()
+
+
+MOE: Final = Tiny(architecture="qwen35moe")
+PLACES: Final[dict[str, Callable[[str], dict[str, Any]]]] = {
+    "layers": lambda worker: {"devices": ("CPU", worker)},
+    "experts there": lambda worker: {"device": "CPU", "expert_device": worker},
+    "experts here": lambda worker: {"device": worker, "expert_device": "CPU"},
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "end"),
+    [
+        ("layers", "killed"),
+        ("experts there", "stopped"),
+        pytest.param("layers", "stopped", marks=pytest.mark.slow),
+        pytest.param("experts there", "killed", marks=pytest.mark.slow),
+        pytest.param("experts here", "killed", marks=pytest.mark.slow),
+        pytest.param("experts here", "stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_goes_away_while_weights_load_is_told_and_nothing_is_kept(
+    tmp_path: Path, worker: Worker, place: str, end: str
+) -> None:
+    n_reports = 0
+
+    def report(progress: Progress) -> None:
+        nonlocal n_reports
+        n_reports += 1
+        if n_reports == 2:
+            worker.kill() if end == "killed" else worker.stop()
+
+    options = {"device": None, "max_ctx": 256, "worker_timeout_s": 2, **PLACES[place](worker.name)}
+    with pytest.raises(DeviceLostError) as lost:
+        opened(write_tiny(tmp_path, MOE), progress=report, **options)
+    assert lost.value.device == worker.name
+
+
+@pytest.mark.parametrize(
+    "when",
+    ["answer", pytest.param("prompt", marks=pytest.mark.slow), pytest.param("idle", marks=pytest.mark.slow)],
+)
+def test_a_worker_that_stops_is_waited_for_so_long_and_no_longer(worker: Worker, when: str) -> None:
+    def report(progress: Progress) -> None:
+        if when == "prompt" and progress.done > 100:
+            worker.stop()
+
+    devices = {"device": None, "devices": ("CPU", worker.name)}
+    with opened(LLAMA, max_ctx=512, chunk=32, worker_timeout_s=2, **devices) as engine:
+        engine.generate(prompt(8), max_tokens=1)
+        if when == "idle":
+            worker.stop()
+        stream = engine.stream(prompt(300), max_tokens=100, ignore_eos=True, progress=report)
+        if when == "answer":
+            next(stream)
+            worker.stop()
+        with pytest.raises(DeviceLostError, match="no longer answers"):
+            list(stream)
+        with pytest.raises(DeviceLostError):
+            engine.generate(prompt(8), max_tokens=1)
+    worker.go_on()
+    with opened(LLAMA, **devices) as engine:
+        assert engine.generate(prompt(8), max_tokens=1).tokens
+
+
+def test_a_worker_that_comes_back_in_time_was_never_lost(worker: Worker) -> None:
+    with opened(LLAMA, device=worker.name, worker_timeout_s=30) as engine:
+        plain = engine.generate(prompt(8), max_tokens=8).tokens
+        worker.stop()
+        timer = threading.Timer(0.5, worker.go_on)
+        timer.start()
+        assert engine.generate(prompt(8), max_tokens=8).tokens == plain
+        timer.join()
+
+
+def test_an_engine_is_parked_without_its_worker_and_comes_back_with_it(worker: Worker) -> None:
+    with opened(LLAMA, device=None, devices=("CPU", worker.name)) as engine:
+        plain = engine.generate(prompt(40), max_tokens=4).tokens
+        worker.kill()
+        engine.park()
+        with pytest.raises(BackendError, match="no worker answers"):
+            engine.unpark()
+        again = start_worker(int(worker.name.rpartition(":")[2]))
+        try:
+            engine.unpark()
+            assert engine.generate(prompt(40), max_tokens=4).tokens == plain
+        finally:
+            again.kill()
 
 
 # reports
@@ -184,6 +273,7 @@ def test_the_flags_of_a_report_open_the_same_devices(worker: Worker, tmp_path: P
         kv_overflow_device=worker.name,
         expert_placement=counts,
         expert_budget_mib=2,
+        worker_timeout_s=60,
     )
     for options in (layers, experts):
         report = fit_report(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,14 @@ class Worker:
 
     name: str
     process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        """Let it answer nothing, its connection as it is."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it answer again."""
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it at once, as a crash would."""

@@ -33,3 +33,7 @@ void ggml_backend_cuda_pool_stats(ggml_backend_t backend, struct dflash_pool_sta
 /* How often a worker behind ggml's RPC back end did not answer, in this process. Whoever sees the number grow
    asks its devices whether they still have memory: one that is lost answers zeros to everything. */
 int dflash_rpc_failures(void);
+
+/* Seconds that connections to workers wait for an answer, of those that the calling thread makes from now on; 0:
+   any time. */
+void dflash_rpc_timeout(int seconds);

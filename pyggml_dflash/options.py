@@ -37,6 +37,7 @@ MAX_COUNT: Final = 2**31 - 1
 MAX_BIAS: Final = sys.float_info.max
 MAX_WIDTH: Final = 16  # rows of a verify forward
 MIN_STREAM_ROWS: Final = 128  # more than decode and verify forwards have, so that only prompts can differ
+MAX_THREADS: Final = 512
 MAX_TIMEOUT_S: Final = 10**6
 MAX_PREFIXES: Final = 63  # states in memory
 # Numbers that choose tokens: the least, the most, and whether the least itself is left out.
@@ -229,7 +230,7 @@ class EngineOptions:
         check_number("prefill_share", self.prefill_share, 0, 1)
         check_int("admission_coalesce_ms", self.admission_coalesce_ms, 0, 1000)
         if self.threads is not None:
-            check_int("threads", self.threads, 1, 512)
+            check_int("threads", self.threads, 1, MAX_THREADS)
         check_choice("cache_type_k", self.cache_type_k, KV_TYPES)
         check_choice("cache_type_v", self.cache_type_v, KV_TYPES)
         check_choice("flash_attn", self.flash_attn, get_args(Switch))

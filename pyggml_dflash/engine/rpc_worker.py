@@ -9,7 +9,8 @@ from typing import Final
 
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.ggml import rpc
-from pyggml_dflash.ggml.device import check_threads, devices, named_device, physical_cores
+from pyggml_dflash.ggml.device import DeviceInfo, check_threads, devices, named_device, physical_cores
+from pyggml_dflash.options import MAX_THREADS, check_int
 
 LOG: Final = logging.getLogger(__name__)
 WARNING: Final = (
@@ -24,18 +25,28 @@ def serve_worker(listen: str, names: Sequence[str] = (), threads: int | None = N
     `names`: devices of this build to lend, else its GPUs, else its CPU.
     """
     endpoint = rpc.Endpoint.parse(listen)
-    lent = tuple(named_device(name) for name in names)
-    if not lent:
-        present = devices()
-        lent = tuple(d for d in present if d.kind == "gpu") or tuple(d for d in present if d.kind == "cpu")
-    for device in lent:
-        if device.kind == "rpc":
-            raise UsageError(f"device is {device.name!r}; a worker lends its own devices only")
+    if threads is not None:
+        check_int("threads", threads, 1, MAX_THREADS)
+    lent = _lent(names)
     n_threads = threads or physical_cores()
     check_threads(n_threads)
     if not _is_loopback(endpoint.host):
         LOG.warning(WARNING, endpoint)
     rpc.serve(endpoint, [device.name for device in lent], n_threads)
+
+
+def _lent(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
+    for name in names:
+        if name.lower().startswith(rpc.SCHEME):
+            raise UsageError(f"device is {name!r}; a worker lends its own devices only")
+    present = devices()
+    lent = tuple(named_device(name, present) for name in names)
+    for device in lent:
+        if lent.count(device) > 1:
+            raise UsageError(f"devices names {device.name!r} twice; its memory can be lent once")
+    return (
+        lent or tuple(d for d in present if d.kind == "gpu") or tuple(d for d in present if d.kind == "cpu")
+    )
 
 
 def _is_loopback(host: str) -> bool:

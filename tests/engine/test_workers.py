@@ -81,8 +81,18 @@ def test_devices_of_a_worker_are_listed_where_it_is_named(worker: Worker) -> Non
 def test_a_worker_lends_devices_that_exist_at_an_address_that_is_free(worker: Worker) -> None:
     with pytest.raises(UsageError, match="this build has"):
         serve_worker(f"{HOST}:{free_port()}", ("CUDA77",))
+    with pytest.raises(UsageError, match="devices names 'CPU' twice"):
+        serve_worker(f"{HOST}:{free_port()}", ("CPU", "cpu"))
+    with pytest.raises(UsageError, match="lends its own devices only"):
+        serve_worker(f"{HOST}:{free_port()}", (f"rpc://{HOST}:1",))
     with pytest.raises(UsageError, match="cannot listen at"):
         serve_worker(worker.name.removeprefix("rpc://"), ("CPU",))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 513, 10**9])
+def test_a_worker_computes_with_a_number_of_threads_or_is_refused(threads: int) -> None:
+    with pytest.raises(UsageError, match=f"threads is {threads}; it must be a whole number"):
+        serve_worker(f"{HOST}:{free_port()}", ("CPU",), threads)
 
 
 def test_a_worker_belongs_to_one_engine_of_a_process(worker: Worker) -> None:

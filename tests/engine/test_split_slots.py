@@ -15,7 +15,7 @@ from pyggml_dflash.engine import core as core_module
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.requests import SnapshotStats
 from pyggml_dflash.state.cuts import prompt_ends
-from tests.engine.tiny import opened
+from tests.engine.tiny import LLAMA, opened
 from tests.engine.workers import Worker, workers
 from tests.reference.opened import on_the_cpu
 from tests.tiny import Tiny, tokens, write_tiny
@@ -78,6 +78,18 @@ def test_four_slots_over_several_devices_answer_as_one_slot_on_one(
     if placement == "experts":
         apart = {"expert_device": names[0]}
     with opened(model, **{**COMMON, **apart}, slots=N_SLOTS) as engine:
+        assert texts(ask_together(engine, PROMPTS)) == texts(alone)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_four_slots_of_a_dense_model_over_several_devices_answer_as_one_slot_on_one(
+    pair: tuple[Worker, ...], n_workers: int
+) -> None:
+    apart = {"device": None, "devices": ("CPU", *(worker.name for worker in pair[:n_workers]))}
+    with opened(LLAMA, **COMMON) as engine:
+        alone = [ask(engine, prompt) for prompt in PROMPTS]
+    with opened(LLAMA, **{**COMMON, **apart}, slots=N_SLOTS) as engine:
+        assert engine.info.split == "layers"
         assert texts(ask_together(engine, PROMPTS)) == texts(alone)
 
 

@@ -296,6 +296,10 @@ class Backend(Handle):
             raise DeviceLostError(self.name)
         self._n_failures = n  # that was another one
 
+    def wait_for_answer(self) -> None:
+        """Wait until a worker has done all that it was sent, of which graphs are not answered otherwise."""
+        _memory(self._device)
+
     def close(self) -> None:
         """Free the stream; a second call does nothing."""
         super().close()

@@ -255,6 +255,7 @@ class StepGraph:
         self._synchronize = lib.ggml_backend_synchronize
         self._parts = None if cut is None else PartsRun(cut)
         self._remote = tuple(b for b in backend.all if b.info.kind == "rpc")
+        self._runs_ahead = not outputs and bool(self._remote)  # of a worker that is asked for nothing
         self._reads: list[tuple[CData, CData, CData, int]] = []
         arrays: list[npt.NDArray[Any]] = []
         for tensor in outputs:
@@ -265,11 +266,13 @@ class StepGraph:
         self._arrays = tuple(arrays)
 
     def run(self) -> tuple[npt.NDArray[Any], ...]:
-        """Compute, wait, and return the outputs."""
+        """Compute, wait, and return the outputs; without any, a worker may be at it still."""
         parts, stream, backend = self._parts, self._stream, self._backend
         backend.is_busy = True
         try:
-            status = self._compute(stream, self._graph) if parts is None else parts.start()
+            if self._runs_ahead and parts is None:
+                backend.wait_for_answer()
+            status = self._compute(stream, self._graph) if parts is None else parts.start(self._runs_ahead)
             for source, tensor, target, n_bytes in self._reads:
                 self._get(source, tensor, target, 0, n_bytes)
             if parts is None:
@@ -307,6 +310,7 @@ class PartsRun:
         self._get, self._queue = lib.ggml_backend_tensor_get_async, lib.ggml_backend_tensor_set_async
         streams = [b.ptr for b in cut.backends]
         self._beats = []
+        met: set[int] = set()
         for _, group in groupby(cut.parts, lambda part: part.beat):
             parts = list(group)
             copies = [(p.backend, c) for p in parts for c in p.copies if not c.is_queued]
@@ -317,8 +321,11 @@ class PartsRun:
             computing.sort(
                 key=lambda part: cut.backends[part.backend].is_host
             )  # which returns when it is done
+            new = sorted({p.backend for p in parts} - met)
+            met.update(new)
             self._beats.append(
                 (
+                    [cut.backends[i] for i in new if cut.backends[i].info.kind == "rpc"],
                     [streams[p.backend] for p in parts if any(not c.is_queued for c in p.copies)],
                     [(streams[c.home], c.source, c.twin.data, lib.ggml_nbytes(c.source)) for c in fetched],
                     [streams[i] for i in sorted({c.home for c in fetched})],
@@ -329,10 +336,12 @@ class PartsRun:
             )
         self._streams = [streams[i] for i in sorted({part.backend for part in cut.parts})]
 
-    def start(self) -> int:
-        """Queue everything; the first status that is no success, else 0."""
+    def start(self, runs_ahead: bool = False) -> int:
+        """Queue everything; the first status that is no success, else 0. `runs_ahead`: without outputs."""
         failed = 0
-        for streams, fetched, sources, copies, queued, graphs in self._beats:
+        for workers, streams, fetched, sources, copies, queued, graphs in self._beats:
+            for worker in workers if runs_ahead else ():
+                worker.wait_for_answer()  # to the run before
             for stream in streams:
                 self._synchronize(stream)  # what lies where the twins go may still be read
             for stream, source, data, n_bytes in fetched:  # one wait for all that comes to host memory

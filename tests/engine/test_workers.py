@@ -89,6 +89,15 @@ def test_a_worker_lends_devices_that_exist_at_an_address_that_is_free(worker: Wo
         serve_worker(worker.name.removeprefix("rpc://"), ("CPU",))
 
 
+def test_whoever_listens_on_a_network_is_told_that_nobody_is_asked_who_he_is(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for address, is_told in ((worker.name.removeprefix("rpc://"), False), ("192.0.2.1:50052", True)):
+        with pytest.raises(UsageError, match="cannot listen at"):
+            serve_worker(address, ("CPU",))
+        assert ("neither authentication nor encryption" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize("threads", [0, -1, 513, 10**9])
 def test_a_worker_computes_with_a_number_of_threads_or_is_refused(threads: int) -> None:
     with pytest.raises(UsageError, match=f"threads is {threads}; it must be a whole number"):
@@ -220,6 +229,28 @@ def test_a_worker_that_stops_is_waited_for_so_long_and_no_longer(worker: Worker,
     worker.go_on()
     with opened(LLAMA, **devices) as engine:
         assert engine.generate(prompt(8), max_tokens=1).tokens
+
+
+@pytest.mark.parametrize("devices", ["worker", "cpu+worker"])
+def test_a_prompt_is_sent_no_further_than_a_chunk_ahead_of_what_its_worker_has_done(
+    worker: Worker, devices: str
+) -> None:
+    """Else what a worker is waited for would be a whole prompt, and nothing of it could be cancelled."""
+    names = tuple("CPU" if name == "cpu" else worker.name for name in devices.split("+"))
+    read: list[int] = []
+
+    def report(progress: Progress) -> None:
+        if progress.phase == "prefill":
+            read.append(progress.done)
+            if len(read) == 2:
+                worker.stop()
+
+    with (
+        opened(LLAMA, device=None, devices=names, max_ctx=512, chunk=16, worker_timeout_s=2) as engine,
+        pytest.raises(DeviceLostError),
+    ):
+        engine.generate(prompt(480), max_tokens=1, progress=report)
+    assert len(read) <= 4
 
 
 def test_a_worker_that_comes_back_in_time_was_never_lost(worker: Worker) -> None:

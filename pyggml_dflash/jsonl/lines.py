@@ -8,13 +8,13 @@ not be understood for it: no UTF-8, no JSON, no object, empty, huge, a `custom_i
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
 from pyggml_dflash.jsonl.problems import LineProblem, Refused, refused
+from pyggml_dflash.openai.texts import TooDeepError, read_json
 
 Format = Literal["jsonl", "text"]
 
@@ -139,8 +139,8 @@ def _custom_id(given: object, default: str) -> str:
 
 def _json_object(text: str) -> Mapping[str, Any]:
     try:
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_double)
-    except RecursionError as error:
+        value = read_json(text)
+    except TooDeepError as error:
         raise refused("invalid_json", "the line is nested too deeply") from error
     except ValueError as error:  # of integers with thousands of digits as well
         raise refused("invalid_json", f"the line is not JSON: {error}") from error
@@ -151,16 +151,3 @@ def _json_object(text: str) -> Mapping[str, Any]:
 
 _KINDS: Final = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
 _KINDS[type(None)] = "null"
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _no_double(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice[:60]!r} stands twice in one object")
-    return found

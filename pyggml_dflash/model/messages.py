@@ -12,12 +12,12 @@ Templates differ in what they stand, so the rules are here and the same for ever
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pyggml_dflash.errors import UsageError
+from pyggml_dflash.model.tools import read_json
 
 Message = Mapping[str, Any]
 
@@ -93,10 +93,7 @@ def _read_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments")
     if not isinstance(arguments, str):
         return dict(call)
-    try:
-        parsed = json.loads(arguments or "{}")
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
+    parsed = read_json(arguments or "{}")
+    if parsed is None or not isinstance(parsed[0], dict):
         raise UsageError(f"{where}.arguments is {_shown(arguments)}; it must be a JSON object")
-    return {**call, "arguments": parsed}
+    return {**call, "arguments": parsed[0]}

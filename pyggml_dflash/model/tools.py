@@ -8,6 +8,7 @@ text, so its type is in the schema: `Tool.argument` reads it there.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -88,7 +89,7 @@ def read_json(text: str) -> tuple[Any] | None:
     """The value of JSON text, in a tuple since it may be None; None if it is none, or cannot be passed on."""
     try:
         text.encode()  # a lone surrogate is no character
-        return (json.loads(text, parse_constant=_refuse_constant),)
+        return (json.loads(text, parse_constant=_refuse_constant, parse_float=_finite),)
     except (ValueError, RecursionError):
         return None
 
@@ -100,6 +101,13 @@ def json_text(value: str) -> str:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is larger than a number can be here")
+    return value
 
 
 def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> Types:

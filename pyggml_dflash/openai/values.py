@@ -122,7 +122,8 @@ def record(members: Mapping[str, Value], *, required: Collection[str] = ()) -> V
         _object(where, value)
         for name in value:
             if name not in members:
-                at = _at(where, name[:60])
+                shown = name[:60] if name.isidentifier() else ascii(name[:60])
+                at = _at(where, shown)
                 raise UsageError(f"{at} is not known here; it would be ignored, so it is refused", param=at)
         for name, member in value.items():
             if member is not None or name in required:
@@ -148,10 +149,14 @@ def typed(kind: str, members: Mapping[str, Value], optional: Mapping[str, Value]
 def mapping(key: str, wanted: str, of: Value) -> Value:
     """An object with members of any name that a pattern describes, in words `wanted`."""
 
+    surrogate = "it has a lone surrogate, which is no character"
+
     def check(where: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             raise _refused(where, value, f"it must be an object whose names are {wanted}")
         for name, member in value.items():
+            if not _is_unicode(name):
+                raise _refused(f"{where} key", name, surrogate, param=where)
             if not re.fullmatch(key, name):
                 raise _refused(f"{where} key", name, f"it must be {wanted}", param=where)
             of.check(f"{where}.{name}", member)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from pydantic import WithJsonSchema
 
 from pyggml_dflash.openai.values import FLAG, record
-from pyggml_dflash.serve.bodies import Object, ResponseBody, json_response
+from pyggml_dflash.serve.bodies import JsonRoute, Object, ResponseBody, json_response
 from pyggml_dflash.serve.documents import responses
 from pyggml_dflash.serve.service import Service
 
@@ -35,7 +35,7 @@ class Trimmed(ResponseBody):
 
 def admin_routes(service: Service) -> APIRouter:
     """The routes."""
-    router = APIRouter(prefix="/admin", tags=["admin"])
+    router = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
 
     @router.post("/trim", responses=responses(Trimmed, 401, 403, 413, 500, 503))
     async def trim() -> Response:

@@ -1,14 +1,17 @@
-"""JSON as it leaves the server, and what all request and response bodies have in common. Layer 8."""
+"""JSON as it comes and leaves, and what all request and response bodies have in common. Layer 8."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Final
 
-from fastapi import Body, Response
+from fastapi import Body, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, PlainValidator
 from pydantic_core import PydanticSerializationError
+
+from pyggml_dflash.openai.texts import read_json
 
 # Valid in JSON, but line ends to many programs that read a stream by lines.
 _LINE_ENDS: Final = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
@@ -25,6 +28,36 @@ def _whole_object(value: object) -> dict[str, Any]:
 Object = Annotated[dict[str, Any], Body(), PlainValidator(_whole_object)]
 
 
+class _JsonRequest(Request):
+    """A request whose body is read like a line of a batch."""
+
+    async def json(self) -> Any:
+        """The value of the body, which is UTF-8."""
+        data = await self.body()
+        try:
+            return read_json(data.decode("utf-8-sig"))
+        except json.JSONDecodeError:
+            raise
+        except UnicodeDecodeError as error:
+            reason = f"it is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
+            raise json.JSONDecodeError(reason, "", 0) from error
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+class JsonRoute(APIRoute):
+    """A route whose bodies have to be JSON that can be written again."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler behind our reading."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
 class ResponseBody(BaseModel):
     """A response; only what was set is sent."""
 
@@ -36,6 +69,14 @@ class ResponseBody(BaseModel):
             return _escaped(self.model_dump_json(exclude_unset=True)).encode()
         except PydanticSerializationError:  # text that is no Unicode, which a request may have brought
             return json_bytes(self.model_dump(exclude_unset=True))
+
+
+class FreeBody(ResponseBody):
+    """A response with members that a request or a model has named."""
+
+    def json_bytes(self) -> bytes:
+        """UTF-8 JSON on one line; names that are no Unicode are escaped, which pydantic would replace."""
+        return json_bytes(self.model_dump(exclude_unset=True))
 
 
 def json_bytes(value: Any) -> bytes:

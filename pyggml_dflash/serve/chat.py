@@ -24,7 +24,7 @@ from pyggml_dflash.openai.fields import CHAT
 from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.requests import GenerationResult, TokenLogprob
 from pyggml_dflash.serve.answers import Answers
-from pyggml_dflash.serve.bodies import Object, json_bytes
+from pyggml_dflash.serve.bodies import JsonRoute, Object, json_bytes
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.openai_bodies import (
     CallBody,
@@ -56,7 +56,7 @@ ChatBody = Annotated[Object, WithJsonSchema(dict(CHAT.schema))]
 
 def chat_routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", responses=answer_responses(ChatCompletion), tags=["OpenAI"])
     async def chat_completions(body: ChatBody, request: Request) -> Response:

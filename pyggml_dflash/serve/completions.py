@@ -17,7 +17,7 @@ from pyggml_dflash.openai.forms import held_to
 from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.requests import TokenLogprob
 from pyggml_dflash.serve.answers import Answers
-from pyggml_dflash.serve.bodies import Object, json_bytes
+from pyggml_dflash.serve.bodies import JsonRoute, Object, json_bytes
 from pyggml_dflash.serve.chat import DONE
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.openai_bodies import (
@@ -39,7 +39,7 @@ CompletionBody = Annotated[Object, WithJsonSchema(dict(COMPLETION.schema))]
 
 def completion_routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", responses=answer_responses(Completion), tags=["OpenAI"])
     async def completions(body: CompletionBody, request: Request) -> Response:

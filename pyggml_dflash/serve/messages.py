@@ -17,7 +17,7 @@ from pyggml_dflash.openai.forms import Calls, calls_of, format_of, only_form
 from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, BlockStart, blocks_of
-from pyggml_dflash.serve.bodies import Object, json_bytes, json_response
+from pyggml_dflash.serve.bodies import JsonRoute, Object, json_bytes, json_response
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.messages_bodies import (
     COUNTED,
@@ -44,7 +44,7 @@ CountedBody = Annotated[Object, WithJsonSchema(dict(COUNTED.schema))]
 
 def message_routes(service: Service) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 
     @router.post("/v1/messages", responses=answer_responses(MessageBody, anthropic=True))
     async def messages(body: MessagesBody, request: Request) -> Response:

@@ -23,7 +23,7 @@ from pyggml_dflash.openai.values import (
     text,
     typed,
 )
-from pyggml_dflash.serve.bodies import ResponseBody
+from pyggml_dflash.serve.bodies import FreeBody, ResponseBody
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -155,7 +155,7 @@ class MessageUsage(ResponseBody):
     output_tokens_details: ThinkingDetails
 
 
-class MessageBody(ResponseBody):
+class MessageBody(FreeBody):
     """A whole answer; in a stream's first event its content is empty."""
 
     id: str

@@ -18,7 +18,7 @@ from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.requests import TokenLogprob
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.blocks import Block, BlockDelta, BlockEvent, Blocks, BlockStart, blocks_of
-from pyggml_dflash.serve.bodies import Object, json_bytes
+from pyggml_dflash.serve.bodies import JsonRoute, Object, json_bytes
 from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.openai_bodies import token_body
 from pyggml_dflash.serve.parts import Ending, Part
@@ -57,7 +57,7 @@ _DELTAS: Final = {
 
 def response_routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/responses", responses=answer_responses(ResponseObject), tags=["OpenAI"])
     async def create_response(body: ResponsesBody, request: Request) -> Response:

@@ -36,7 +36,7 @@ from pyggml_dflash.openai.values import (
     typed,
     whole,
 )
-from pyggml_dflash.serve.bodies import ResponseBody
+from pyggml_dflash.serve.bodies import FreeBody, ResponseBody
 from pyggml_dflash.serve.openai_bodies import TokenBody
 
 LOGPROBS: Final = "message.output_text.logprobs"  # of `include`
@@ -105,7 +105,7 @@ RESPONSES: Final[Value] = record(
         "stream_options": STREAM_OPTIONS,
         "truncation": choice("disabled"),
         "background": only(False, "answers are not kept"),
-        "metadata": mapping(".*", "texts", TEXT),
+        "metadata": mapping(r"[\s\S]*", "texts", TEXT),
         "include": items(choice(LOGPROBS, "reasoning.encrypted_content")).about(
             "Log-probabilities of the tokens of text. Reasoning is never encrypted here."
         ),
@@ -224,7 +224,7 @@ class IncompleteDetails(ResponseBody):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseObject(ResponseBody):
+class ResponseObject(FreeBody):
     """A response; in a stream's first events its output is empty."""
 
     id: str

@@ -12,7 +12,7 @@ from pyggml_dflash.openai.asks import Body, turn_of
 from pyggml_dflash.openai.fields import MESSAGES, TOKEN, TOOLS
 from pyggml_dflash.openai.forms import tool
 from pyggml_dflash.openai.values import FLAG, TEXT, check_items, items, record
-from pyggml_dflash.serve.bodies import Object, ResponseBody, json_response
+from pyggml_dflash.serve.bodies import JsonRoute, Object, ResponseBody, json_response
 from pyggml_dflash.serve.documents import responses
 from pyggml_dflash.serve.service import Service, off_loop
 
@@ -72,7 +72,7 @@ class Prompt(ResponseBody):
 
 def text_routes(service: Service) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["texts"])
+    router = APIRouter(tags=["texts"], route_class=JsonRoute)
 
     @router.post("/tokenize", responses=responses(Tokens, *_STATUSES))
     async def tokenize(body: TokenizeBody) -> Response:

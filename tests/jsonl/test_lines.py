@@ -54,6 +54,7 @@ BAD = [
     (b'{"prompt": "a"', "invalid_json", "the line is not JSON"),
     (b'{"prompt": "a"} x', "invalid_json", "the line is not JSON: Extra data"),
     (b'{"prompt": NaN}', "invalid_json", "NaN is no number of JSON"),
+    (b'{"prompt": 1e999}', "invalid_json", "1e999 is larger than a number can be here"),
     (b'{"prompt": "a", "prompt": "b"}', "invalid_json", "'prompt' stands twice in one object"),
     (b'{"x": ' + b"9" * 5000 + b"}", "invalid_json", "the line is not JSON"),
     (b"[" * 100_000, "invalid_json", "the line is nested too deeply"),

@@ -44,6 +44,12 @@ class Live:
         with self.client() as client:
             return client.post(path, json=body, **options)
 
+    def post_ascii(self, path: str, body: Any) -> httpx.Response:
+        """Post a body that need be no Unicode: every other character is escaped."""
+        with self.client() as client:
+            headers = {"content-type": "application/json"}
+            return client.post(path, content=json.dumps(body), headers=headers)
+
     def slots(self) -> Any:
         """The body of /slots."""
         return self.get("/slots").json()

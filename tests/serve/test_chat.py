@@ -308,6 +308,42 @@ def test_a_body_that_is_no_request_is_refused(server: Live, body: bytes) -> None
 
 
 @pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"\xff{}", "it is not UTF-8: byte 0 is 0xff"),
+        ('{"messages": "\u00e4"}'.encode("utf-16"), "it is not UTF-8"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"temperature": NaN}', "NaN is no number of JSON"),
+        (b'{"metadata": {"x": 1e999}}', "1e999 is larger than a number can be here"),
+        (b'{"seed": 1, "seed": 2}', "'seed' stands twice in one object"),
+        (b'{"seed": 1} x', "Extra data"),
+    ],
+    ids=lambda given: repr(given[:20]),
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
+def test_a_body_that_is_no_json_is_told_why(server: Live, path: str, body: bytes, says: str) -> None:
+    with server.client() as client:
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert f"the body is no JSON: {says}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", ["{" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, '{"x": NaN}'])
+def test_a_call_whose_arguments_are_no_json_is_refused(server: Live, arguments: str) -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
+    turns = [*STORY, {"role": "assistant", "tool_calls": [call]}]
+    answer = server.post("/v1/chat/completions", {"messages": turns, "max_tokens": 1})
+    assert answer.status_code == 400
+    assert "tool_calls[0].function.arguments is" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\ud800"])
+def test_a_strange_name_is_quoted(server: Live, name: str) -> None:
+    answer = server.post_ascii("/v1/chat/completions", {"messages": STORY, name: 1})
+    assert answer.json()["error"]["message"].startswith(f"{name!a} is not known here")
+
+
+@pytest.mark.parametrize(
     ("field", "status"),
     [
         ('"messages": [{"role": "user", "content": "\\ud800"}]', 400),

@@ -274,6 +274,34 @@ def test_what_cannot_be_used_is_refused_by_its_name(
     assert says in caught.value.message
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"two\nlines": "x\x85y", "": "z"}},
+        {
+            "tools": [{"type": "function", "name": "f", "parameters": {"\ud800": "\ud800"}}],
+            "tool_choice": "none",
+        },
+    ],
+)
+def test_what_a_request_named_comes_back_as_it_was(server: Live, fields: dict[str, Any]) -> None:
+    body = {"input": TELL, "max_output_tokens": 1, **fields}
+    whole = server.post_ascii("/v1/responses", body).json()
+    last = events(server.post_ascii("/v1/responses", {**body, "stream": True}).text)[-1]
+    streamed = json.loads(last)["response"]
+    for name, value in fields.items():
+        found = whole[name][0] if name == "tools" else whole[name]
+        sent = {**value[0], "description": None, "strict": None} if name == "tools" else value
+        assert found == sent
+        assert streamed[name] == whole[name]
+
+
+def test_a_name_that_is_no_unicode_is_refused(server: Live) -> None:
+    answer = server.post_ascii("/v1/responses", {"input": TELL, "metadata": {"\ud800": "x"}})
+    assert answer.status_code == 400
+    assert "lone surrogate" in answer.json()["error"]["message"]
+
+
 def test_alternatives_of_log_probabilities_need_these(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, top_logprobs=2, include=["reasoning.encrypted_content"])

@@ -1,0 +1,45 @@
+"""JSON texts of requests, read as strictly for a server as for a file of lines. Layer 7."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+class TooDeepError(ValueError):
+    """A text is nested more deeply than it is read."""
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text, all of which can be written as JSON again.
+
+    Raises ValueError with what is wrong. NaN and infinity are no numbers of JSON, and of two members of one
+    name one would be lost.
+    """
+    try:
+        return json.loads(
+            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_doubles
+        )
+    except RecursionError as error:
+        raise TooDeepError("it is nested too deeply") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:60]} is larger than a number can be here")
+    return value
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:60]!r} stands twice in one object")
+    return found

@@ -112,11 +112,12 @@ class _Now(Collector):
         yield peak
         trims = CounterMetricFamily("dflash_trims", "Trims of scratch pools.", labels=["reason"])
         freed = CounterMetricFamily("dflash_trimmed_bytes", "Bytes that trims gave back.", labels=["reason"])
+        took = CounterMetricFamily("dflash_trim_seconds", "Seconds of trims.", labels=["reason"])
         for trim in self._reading.stats.trims:
             trims.add_metric([trim.reason], trim.n_trims)
             freed.add_metric([trim.reason], trim.released_bytes)
-        yield trims
-        yield freed
+            took.add_metric([trim.reason], trim.seconds)
+        yield from (trims, freed, took)
         failures = self._reading.stats.step_failures
         yield CounterMetricFamily("dflash_step_failures", "Steps of a slot that failed.", failures)
         if self._reading.stats.snapshots is not None:

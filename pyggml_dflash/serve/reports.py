@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import Field
 
 from pyggml_dflash import __version__
@@ -116,9 +116,10 @@ def report_routes(service: Service) -> APIRouter:
         return json_response(model_body(service, name))
 
     @router.get("/props", responses=report_responses(None))
-    async def props() -> Response:
+    async def props(request: Request) -> Response:
         """What was opened, how, and what it holds."""
-        return json_response(properties(service, await service.read()))
+        reading = await service.read()
+        return json_response({**properties(service, reading), "api": {"endpoints": endpoints(request.app)}})
 
     @router.get("/slots", responses=report_responses(SlotsBody))
     async def slots() -> Response:
@@ -213,11 +214,7 @@ def properties(service: Service, reading: Reading) -> dict[str, Any]:
         "memory": reading.memory,
         "memory_taken_s": reading.taken_s,
         "memory_plan": engine.fit_report(),
-        "prefix_cache": {
-            "lifetime_hits": totals.cache_hits,
-            "cached_tokens": totals.cached_tokens,
-            "stored": reading.stats.snapshots,
-        },
+        "prefix_cache": _prefix_cache(service, reading),
         "parked": engine.parked,
         "speculative_mode": info.spec,
         "speculative": _speculation(info, totals),
@@ -226,6 +223,15 @@ def properties(service: Service, reading: Reading) -> dict[str, Any]:
     }
     shown: dict[str, Any] = plain(report, whole_paths=options.show_paths)
     return shown
+
+
+def endpoints(app: FastAPI) -> list[str]:
+    """What may be asked: methods with their paths."""
+    return [
+        f"{method.upper()} {path}"
+        for path, operations in app.openapi()["paths"].items()
+        for method in operations
+    ]
 
 
 def _model(info: EngineInfo) -> dict[str, Any]:
@@ -238,6 +244,17 @@ def _model(info: EngineInfo) -> dict[str, Any]:
         "weight_bytes": info.weight_bytes,
         "draft": info.draft,
         "has_chat_template": info.has_chat_template,
+    }
+
+
+def _prefix_cache(service: Service, reading: Reading) -> dict[str, Any]:
+    totals, stored = service.desk.totals, reading.stats.snapshots
+    return {
+        "capacity": 0 if stored is None else service.engine.options.prefix_cache_entries,
+        "in_use": 0 if stored is None else stored.n_states,
+        "lifetime_hits": totals.cache_hits,
+        "cached_tokens": totals.cached_tokens,
+        "stored": stored,
     }
 
 
@@ -286,8 +303,15 @@ def _runtime(service: Service, reading: Reading) -> dict[str, Any]:
         "max_ctx": info.n_ctx,
         "chunk": info.chunk,
         "stream_experts": info.stream_rows,
+        "granule": info.granule,
         "slots": service.desk.n_slots,
+        "decode_mode": info.decode_mode,
+        "decode_rows": info.decode_rows,
+        "decode_reason": info.decode_reason,
         "device": info.device,
+        "devices": info.devices,
+        "split": info.split,
+        "placement": info.placement,
         "threads": info.threads,
         "cache_type_k": info.cache_type_k,
         "cache_type_v": info.cache_type_v,

@@ -64,7 +64,12 @@ def test_props_has_what_the_engine_chose(server: Live, pico: Engine) -> None:
     assert props["model_path"] == info.model.name
     assert str(info.model) not in json.dumps(props)
     assert props["runtime"]["max_ctx"] == props["default_generation_settings"]["n_ctx"] == info.n_ctx
-    assert props["runtime"]["chunk"] == info.chunk
+    told = ("chunk", "granule", "slots", "decode_mode", "decode_reason", "device", "split", "placement")
+    assert {name: props["runtime"][name] for name in told} == {name: getattr(info, name) for name in told}
+    assert props["runtime"]["devices"] == list(info.devices)
+    assert {"POST /v1/chat/completions", "GET /props", "POST /admin/park"} <= set(props["api"]["endpoints"])
+    assert props["prefix_cache"]["capacity"] == pico.options.prefix_cache_entries
+    assert props["prefix_cache"]["in_use"] == props["prefix_cache"]["stored"]["n_states"]
     assert props["memory"] == pico.memory()
     assert props["memory_plan"]["n_ctx"] == pico.fit_report().n_ctx
     assert props["speculative_mode"] == "off"

@@ -86,9 +86,11 @@ def cut(answer: bytes) -> list[bytes]:
 
 
 @contextmanager
-def telling(folder: Path, answer: str | bytes, *, calls: str = "xml", **options: Any) -> Iterator[Live]:
-    """A server whose model answers with `answer`."""
-    path = told(folder / "told.gguf", answer, calls=calls)
+def telling(
+    folder: Path, answer: str | bytes, *, n_ctx: int = 2048, calls: str = "xml", **options: Any
+) -> Iterator[Live]:
+    """A server whose model answers with `answer`; a prompt has a token for each byte of it."""
+    path = told(folder / "told.gguf", answer, n_ctx=n_ctx, calls=calls)
     engine: Engine
-    with opened(path, max_ctx=2048) as engine, live(engine, **options) as server:
+    with opened(path, max_ctx=n_ctx) as engine, live(engine, **options) as server:
         yield server

@@ -27,6 +27,7 @@ def measure_pools(forwards: Forwards, slot: Slot, pools: Pools) -> int:
     n = min(forwards.chunk, forwards.n_ctx - 1)
     slot.n_past = forwards.n_ctx - n - 1
     slot.recent = (0,) * min(slot.n_past, RECENT_TOKENS)
+    own, forwards.recorded[slot.id] = forwards.recorded[slot.id], forwards.space.shared.first
     try:
         forwards.prefill(slot, (0,) * n, "last", capture=forwards.recording is not None)
         slot.commit(n)
@@ -34,6 +35,7 @@ def measure_pools(forwards: Forwards, slot: Slot, pools: Pools) -> int:
         stats = pools.stats()
         return stats.live_bytes + stats.cached_bytes if pools.has_legacy() else 0
     finally:
+        forwards.recorded[slot.id] = own
         slot.reset()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,12 @@ def measured(made: Built, pools: ScriptedPools) -> int:
     return measure_pools(made.parts.forwards, made.parts.slots.slots[0], pools)
 
 
-def test_measuring_leaves_the_slot_as_it_was(model: Path) -> None:
+@pytest.mark.parametrize("slots", [1, 4])
+def test_measuring_leaves_the_slot_as_it_was(model: Path, slots: int) -> None:
     found = []
+    common = EngineOptions(model=model, max_ctx=1024, chunk=128, spec="mtp", device="CPU", threads=1)
+    options = replace(common, slots=slots)
     for measures in (False, True):
-        options = EngineOptions(model=model, max_ctx=1024, chunk=128, spec="mtp", device="CPU", threads=1)
         with built(options) as (made, core, _):
             if measures:
                 assert measured(made, ScriptedPools(cached=5 * MIB, live=MIB)) == 6 * MIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from pyggml_dflash.options import SamplingOptions, check_flag, check_int, check_number, refusal
 from pyggml_dflash.requests import GenerationRequest
@@ -44,6 +45,8 @@ class ServeOptions:
         check_int("max_choices", self.max_choices, 1, 1024)
         for name in ("cors_origins", "allowed_hosts", "model_names"):
             _check_texts(name, getattr(self, name))
+        for origin in self.cors_origins:
+            _check_origin(origin)
         GenerationRequest(tokens=(0,), max_tokens=self.default_max_tokens, sampling=self.sampling)
         check_int("reasoning_budget", self.reasoning_budget, -1)
         check_flag("show_paths", self.show_paths)
@@ -65,6 +68,16 @@ class ServeOptions:
         if self.allowed_hosts:
             return self.allowed_hosts
         return ("localhost", "127.0.0.1", "::1", self.host) if self.is_local and not self.api_key else None
+
+
+def _check_origin(origin: str) -> None:
+    """What browsers send as the origin of a page; anything else would never match."""
+    parts = urlsplit(origin)
+    if origin != "*" and (
+        not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"
+    ):
+        what = "it must be scheme and host alone, such as 'https://chat.example:8443', or '*'"
+        raise refusal("cors_origins", origin, what)
 
 
 def is_loopback(host: str) -> bool:

@@ -173,6 +173,8 @@ def test_a_name_that_a_page_pointed_at_this_machine_is_refused(pico: Engine) -> 
         ({"api_key": "two words"}, "api_key is '\\*\\*\\*'"),
         ({"max_body_bytes": 0}, "max_body_bytes is 0"),
         ({"cors_origins": ["*"]}, "cors_origins is"),
+        ({"cors_origins": ("chat.example",)}, "cors_origins is 'chat.example'; it must be scheme and host"),
+        ({"cors_origins": ("*", "https://chat.example/")}, "cors_origins is 'https://chat.example/'"),
         ({"default_max_tokens": 0}, "max_tokens is 0"),
         ({"keep_alive_s": 0}, "keep_alive_s is 0"),
     ],

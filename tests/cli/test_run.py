@@ -57,6 +57,13 @@ def test_the_default_is_one_turn_of_the_chat_template(engine: Engine, fox_text: 
     assert told("run", "--raw", *FEW, stdin=rendered) == fox_text
 
 
+def test_a_prompt_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    """B08."""
+    done = dflash("run", "-f", str(tmp_path / "prompt.txt"))
+    assert (done.code, done.out) == (2, "")
+    assert "prompt.txt' does not exist" in done.err
+
+
 def test_a_system_message_and_reasoning_go_through_the_template(engine: Engine) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": FOX}]
     expected = engine.chat(messages, reasoning=True, max_tokens=4)

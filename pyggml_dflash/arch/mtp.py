@@ -14,7 +14,8 @@ from typing import Any
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import GraphKey, InputSizes, State, StateTensor, Step
-from pyggml_dflash.arch.blocks import KVView, experts, feed_forward, norm, project_qkv, rope_params
+from pyggml_dflash.arch.blocks import KVView, feed_forward, norm, project_qkv, rope_params
+from pyggml_dflash.arch.experts import experts
 from pyggml_dflash.arch.qwen35 import Qwen35Architecture, gated_attention, moe_config
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ops import GraphBuilder

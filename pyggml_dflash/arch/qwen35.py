@@ -21,16 +21,7 @@ from pyggml_dflash.arch.base import (
     StateUpdate,
     Step,
 )
-from pyggml_dflash.arch.blocks import (
-    KVView,
-    attend,
-    decode,
-    experts,
-    feed_forward,
-    norm,
-    project_qkv,
-    rope_params,
-)
+from pyggml_dflash.arch.blocks import KVView, attend, decode, feed_forward, norm, project_qkv, rope_params
 from pyggml_dflash.arch.delta_net import (
     commit_delta,
     delta_record,
@@ -40,6 +31,7 @@ from pyggml_dflash.arch.delta_net import (
     run_delta,
 )
 from pyggml_dflash.arch.dense import ffn_specs, kv_tensors, outer_specs, qkv_specs
+from pyggml_dflash.arch.experts import experts
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.ggml.ops import GraphBuilder

@@ -1,4 +1,4 @@
-"""Forwards of one model: builds graphs, keeps those that come again, feeds and runs them. Layer 6.
+"""Forwards of one model: builds graphs, keeps those that come again, and runs them. Layer 6.
 
 A prefill graph is built for each chunk, since a chunk takes far longer than its build; all of them
 share one allocator. Decode and verify graphs are kept: the topology has no `n_past`, only the number
@@ -19,17 +19,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.arch.base import Commit, FedRows, GraphKey, OutputKind, Step
-from pyggml_dflash.engine.batch_inputs import BatchInputs, with_parts
-from pyggml_dflash.engine.batching import UNMEASURED, Batching, most_ragged_rows
-from pyggml_dflash.engine.forward import (
-    MakeStep,
-    Model,
-    Recording,
-    build_graph,
-    record_layout,
-    record_places,
-)
+from pyggml_dflash.arch.base import Commit, GraphKey, OutputKind
+from pyggml_dflash.engine.batch_inputs import BatchInputs
+from pyggml_dflash.engine.batching import UNMEASURED, Batching
+from pyggml_dflash.engine.forward import Model, Recording, build_graph, record_layout, record_places
+from pyggml_dflash.engine.forward_inputs import ForwardInputs
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
@@ -44,7 +38,7 @@ from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.products import Product, products
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 from pyggml_dflash.plan.measure import MemoryProbe
-from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
+from pyggml_dflash.state.slot import Slot, SlotTable
 
 Logits = npt.NDArray[np.float32]
 ALL_LOGITS_BYTES: Final = 64 * 2**20  # most bytes of logits that one teacher-forced forward returns
@@ -83,27 +77,20 @@ class Forwards:
         self._records: tuple[dict[str, Tensor], ...] = ({},) * self.n_slots
         max_width = 1 if recording is None else recording.max_width
         self.space = RecordSpace(self.n_slots, max(chunk, max_width), max_width)
-        # By slot, the row of the record that its next capture begins at.
-        self.recorded = [self.space.own(i).first for i in range(self.n_slots)]
-        n_ragged = 0 if recording is None else most_ragged_rows(self.n_slots, max_width)
         with ExitStack() as stack:
-            self.feeder = model.architecture.feeder(model.config, model.weights)
-            if self.feeder is not None:
-                stack.callback(self.feeder.close)
-            self.gather = None
-            if host is not None:
-                most = max(chunk, max_width, len(slots.slots), n_ragged)
-                self.gather = RowGather(host, ledger, model.weights, most)
-                stack.callback(self.gather.close)
+            self._inputs = ForwardInputs(
+                backend,
+                ledger,
+                model,
+                self.space,
+                n_ctx=self.n_ctx,
+                chunk=chunk,
+                host=host,
+                streams=streams,
+            )
+            stack.callback(self._inputs.close)
             if recording is not None:
                 self._allocate_record(stack, recording)
-            self._ones = tuple(self._inputs(stack, 1) for _ in slots.slots)
-            self._batch = self._batch_inputs(stack, max(self.n_slots, n_ragged))
-            self._few = self._inputs(stack, max_width)
-            self._streams = tuple(self._inputs(stack, rows) for rows in streams.most_rows(chunk))
-            self._many = self._streams[0]
-            n_apart = max(max_width, n_ragged) if len(slots.slots) > 1 and recording is not None else 0
-            self._apart = tuple(self._inputs(stack, 1) for _ in range(n_apart))
             self._cache = GraphCache(backend, ledger, "graphs", relieve=relieve, built=self.built)
             stack.callback(self._cache.close)
             self._stack = stack.pop_all()
@@ -118,6 +105,16 @@ class Forwards:
     def cache_types(self) -> frozenset[ElementType]:
         """Element types of keys and values."""
         return frozenset(t.type for t in self._slots.layout.tensors if t.grows)
+
+    @property
+    def gather(self) -> RowGather | None:
+        """What reads embedding rows in host memory, where the backend is no host device."""
+        return self._inputs.gather
+
+    @property
+    def recorded(self) -> list[int]:
+        """By slot, the row of the record that its next capture begins at; a `Backlog` moves it."""
+        return self._inputs.recorded
 
     @property
     def n_slots(self) -> int:
@@ -143,28 +140,6 @@ class Forwards:
     def is_host(self) -> bool:
         """True if a CPU computes."""
         return self._backend.is_host
-
-    def _inputs(self, stack: ExitStack, max_rows: int) -> Inputs:
-        embedded = self.gather is not None
-        inputs = Inputs(
-            self._backend,
-            self._ledger,
-            self.model.architecture,
-            self.model.config,
-            max_rows=max_rows,
-            max_kv=self.n_ctx,
-            embedded=embedded,
-        )
-        stack.callback(inputs.close)
-        return inputs
-
-    def _batch_inputs(self, stack: ExitStack, n_rows: int) -> BatchInputs | None:
-        if len(self._ones) == 1:
-            return None
-        embedded, n_embd = self.gather is not None, self.model.config.n_embd
-        inputs = BatchInputs(self._backend, self._ledger, n_rows, n_embd, embedded=embedded)
-        stack.callback(inputs.close)
-        return inputs
 
     def _allocate_record(self, stack: ExitStack, recording: Recording) -> None:
         tensors = record_layout(self.model, recording, self.space.n_rows)
@@ -204,12 +179,10 @@ class Forwards:
             form=self.form(n_past, n, n_kv),
         )
         keys = self.streams.keys(key, n_past, self.form)
-        self._fill_streams(slot, tokens, keys)
-        graph = self._cache.once(*self._build_streams(keys))
+        self._inputs.fill_chunk(slot, tokens, keys)
+        graph = self._cache.once(*self._build_chunk(keys))
         try:
-            if self.feeder is not None and ahead:
-                first = ahead[: self.streams.rows(len(ahead))[0]]
-                self.feeder.expect(first, (*slot.recent, *tokens)[-RECENT_TOKENS:])
+            self._inputs.expect(slot, tokens, ahead[: self.streams.rows(len(ahead))[0]])
             slot.torn = True
             results = graph.run()
             return None if output == "none" else np.concatenate(results)
@@ -222,8 +195,8 @@ class Forwards:
         n, n_past = len(tokens), slot.n_past
         n_kv = bucketed(n_past + n)
         key = GraphKey(n_tokens=n, n_kv=n_kv, slot=slot.id, output="all", form=self.form(n_past, n, n_kv))
-        self._fill(self._many, slot, tokens, key)
-        builder, _ = self._build(key, self._many)
+        self._inputs.fill_chunk(slot, tokens, (key,))
+        builder, _ = self._build_chunk((key,))
         try:
             chosen = tuple(builder.output(builder.cont(x)) for x in builder.picks)
             graph = self._cache.once(builder, chosen)
@@ -233,13 +206,9 @@ class Forwards:
 
     def decode(self, slot: Slot, token: int, *, capture: bool = False) -> Logits:
         """Run one token behind what the slot has: logits F32 [n_vocab], overwritten by the next call."""
-        key, inputs = self._row_key(slot.id, slot.n_past, capture=capture), self._ones[slot.id]
-        graph = self._cache.get(key, lambda: self._build(key, inputs))
-        if capture:
-            self._fill_log(inputs, slot, 1)
-        x = token if self.gather is None else self.gather.gather((token,))[0]
-        inputs.fill_one(x, slot.id, slot.n_past, self.n_ctx)
-        self._feed(inputs, slot, (token,), key)
+        key = self._row_key(slot.id, slot.n_past, capture=capture)
+        graph = self._cache.get(key, lambda: self._build(key, self._inputs.ones[slot.id]))
+        self._inputs.fill_one(slot, token, key)
         slot.torn = True
         logits: Logits = graph.run()[0][0]
         return logits
@@ -278,20 +247,13 @@ class Forwards:
         """One forward for slots in the order of their ids."""
         if len(slots) == 1:
             return self.decode(slots[0], tokens[0], capture=0 in capture)[None]
-        batch = self._batch
-        assert batch is not None
         parts = tuple(
             self._row_key(slot.id, slot.n_past, capture=i in capture) for i, slot in enumerate(slots)
         )
         key = GraphKey.batch(parts)
-        graph = self._cache.get(key, lambda: self._build(key, batch))
-        x = tokens if self.gather is None else self.gather.gather(tokens).reshape(-1)
-        ids = [slot.id for slot in slots]
-        batch.fill(x, ids, [slot.n_past for slot in slots], self.n_ctx, [self._ones[id] for id in ids])
-        for slot, token, part in zip(slots, tokens, parts, strict=True):
-            if part.capture:
-                self._fill_log(self._ones[slot.id], slot, 1)
-            self._feed(self._ones[slot.id], slot, (token,), part)
+        graph = self._cache.get(key, lambda: self._build_batch(key))
+        self._inputs.fill_batch(slots, tokens, parts)
+        for slot in slots:
             slot.torn = True
         return graph.run()[0]
 
@@ -313,8 +275,8 @@ class Forwards:
             form="" if apart else self.form(n_past, n, n_kv),
             parts=self.row_keys(slot.id, n_past, n) if apart else (),
         )
-        graph = self._cache.get(key, lambda: self._build(key, self._few))
-        self._fill(self._few, slot, tokens, key)
+        graph = self._cache.get(key, lambda: self._build(key, self._inputs.few))
+        self._inputs.fill_few(slot, tokens, key)
         return graph.run()[0]
 
     def verify_ragged(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> Logits:
@@ -324,31 +286,12 @@ class Forwards:
         so many. `commit` finds a slot's rows by its place among the slots.
         """
         assert self.recording is not None
-        batch = self._batch
-        assert batch is not None
         each = list(zip(slots, tokens, strict=True))
-        owners = [slot for slot, own in each for _ in own]
-        depth = [slot.n_past + i for slot, own in each for i in range(len(own))]
-        parts = tuple(self._row_key(s.id, at, capture=False) for s, at in zip(owners, depth, strict=True))
+        parts = tuple(part for slot, own in each for part in self.row_keys(slot.id, slot.n_past, len(own)))
         key = GraphKey.ragged(parts, self.recording.update)
-        graph = self._cache.get(key, lambda: self._build(key, batch))
-        every = [token for own in tokens for token in own]
-        x = every if self.gather is None else self.gather.gather(every).reshape(-1)
-        log = [row for slot, own in each for row in self._rows_to_log(slot, len(own))]
-        batch.fill(x, [slot.id for slot in owners], depth, self.n_ctx, self._apart[: len(parts)], log)
-        first = 0
-        for slot, own in each:
-            self._feed_apart(slot, own, parts[first : first + len(own)], first)
-            first += len(own)
+        graph = self._cache.get(key, lambda: self._build_batch(key))
+        self._inputs.fill_ragged(each, parts)
         return graph.run()[0]
-
-    def _feed_apart(self, slot: Slot, tokens: Sequence[int], parts: Sequence[GraphKey], first: int) -> None:
-        """Feed rows of a slot that attend on their own, as if each were decoded."""
-        slot.offer(tokens)
-        if self.feeder is not None:
-            for i, part in enumerate(parts):
-                rows = self._fed_rows(slot, tokens[: i + 1], i, part)
-                self._apart[first + i].feed(self.feeder, rows)
 
     def commit(self, slot: Slot, *, width: int, n_keep: int, place: int = 0) -> None:
         """Bring the recurrent state to the first `n_keep` of the `width` rows of the last verify forward.
@@ -392,98 +335,33 @@ class Forwards:
         if isinstance(key, Commit):
             return self._build_commit(key)[0]
         if key.slot < 0:
-            assert self._batch is not None
-            return self._build(key, self._batch)[0]
-        is_verify = key.update != "commit"
-        if key.n_tokens > 1 and not is_verify:
-            keys = self.streams.keys(key, max(0, key.n_kv - key.n_tokens), self.form)
-            return self._build_streams(keys)[0]
-        return self._build(key, self._ones[key.slot] if key.n_tokens == 1 else self._few)[0]
-
-    def _fill(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
-        self._fill_streams(slot, tokens, (key,), (inputs,))
-        for i, part in enumerate(key.parts):
-            self._apart[i].show_one(slot.n_past + i)
-            if self.feeder is not None:
-                self._apart[i].feed(self.feeder, self._fed_rows(slot, tokens[: i + 1], i, part, apart=True))
-
-    def _fill_streams(
-        self,
-        slot: Slot,
-        tokens: Sequence[int],
-        keys: Sequence[GraphKey],
-        streams: Sequence[Inputs] | None = None,
-    ) -> None:
-        """Write the inputs of forwards that take one part of the tokens after the other."""
-        x = tokens if self.gather is None else self.gather.gather(tokens)
-        slot.offer(tokens)
-        start = 0
-        for key, inputs in zip(keys, self._streams if streams is None else streams, strict=False):
-            n, n_past = key.n_tokens, slot.n_past + start
-            part = x[start : start + n]
-            inputs.fill(part if self.gather is None else np.reshape(part, -1), n, slot.id, n_past, self.n_ctx)
-            if key.capture:
-                self._fill_log(inputs, slot, n, start)
-            if self.feeder is not None:
-                inputs.feed(self.feeder, self._fed_rows(slot, tokens[: start + n], start, key))
-            if not key.parts:
-                inputs.fill_mask(n, n_past, key.n_kv)
-            start += n
-
-    def _fill_log(self, inputs: Inputs, slot: Slot, n: int, start: int = 0) -> None:
-        inputs.fill_log(n, self._rows_to_log(slot, n, start).start)
-
-    def _rows_to_log(self, slot: Slot, n: int, start: int = 0) -> range:
-        first = self.recorded[slot.id] + start
-        assert self.space.has(slot.id, first, n), "the record is full"
-        return range(first, first + n)
-
-    def _feed(self, inputs: Inputs, slot: Slot, tokens: Sequence[int], key: GraphKey) -> None:
-        slot.offer(tokens)
-        if self.feeder is not None:
-            inputs.feed(self.feeder, self._fed_rows(slot, tokens, 0, key))
-
-    def _fed_rows(
-        self, slot: Slot, tokens: Sequence[int], start: int, key: GraphKey, *, apart: bool = False
-    ) -> FedRows:
-        """The tokens from `start` on, of those that come behind what the slot has."""
-        assert len(slot.recent) == min(slot.n_past, RECENT_TOKENS), "the slot does not know its newest tokens"
-        return FedRows(
-            key=key,
-            tokens=tokens[start:],
-            before=(*slot.recent, *tokens[:start])[-RECENT_TOKENS:],
-            n_past=slot.n_past + start,
-            n_ctx=self.n_ctx,
-            apart=apart,
-        )
+            return self._build_batch(key)[0]
+        if key.n_tokens == 1:
+            return self._build(key, self._inputs.ones[key.slot])[0]
+        if key.update != "commit":
+            return self._build(key, self._inputs.few)[0]
+        return self._build_chunk(self.streams.keys(key, max(0, key.n_kv - key.n_tokens), self.form))[0]
 
     def _build(self, key: GraphKey, inputs: Inputs | BatchInputs) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
-        return build_graph(
-            self._backend, self.model, self._slots.tensors, [(key, self._step_maker(key, inputs))]
-        )
+        return self._build_all([(key, inputs)])
 
-    def _build_streams(self, keys: Sequence[GraphKey]) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
-        made = [(key, self._step_maker(key, own)) for key, own in zip(keys, self._streams, strict=False)]
-        return build_graph(self._backend, self.model, self._slots.tensors, made)
+    def _build_batch(self, key: GraphKey) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        assert self._inputs.batch is not None
+        return self._build(key, self._inputs.batch)
 
-    def _step_maker(self, key: GraphKey, inputs: Inputs | BatchInputs) -> MakeStep:
+    def _build_chunk(self, keys: Sequence[GraphKey]) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        return self._build_all(list(zip(keys, self._inputs.streams, strict=False)))
+
+    def _build_all(
+        self, forwards: Sequence[tuple[GraphKey, Inputs | BatchInputs]]
+    ) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
+        """Forwards one behind the other in one graph."""
         model, recording = self.model, self.recording
-        capture = recording.capture if recording is not None and key.capture else None
-
-        def step(g: GraphBuilder) -> Step:
-            if isinstance(inputs, BatchInputs) and key.update != "commit":
-                records = self._records[: len(key.stretches)]
-                whole, own = inputs.step(g, key, records, capture), list(self._apart[: len(key.parts)])
-            elif isinstance(inputs, BatchInputs):
-                whole, own = inputs.step(g, key), [self._ones[part.slot] for part in key.parts]
-            else:
-                flash, tiled = model.uses_flash(key), model.in_tiles(key)
-                whole = inputs.step(g, key, flash, None, self.record, capture, tiled=tiled)
-                own = list(self._apart[: len(key.parts)])
-            flash_attn = [model.uses_flash(part) for part in key.parts]
-            return with_parts(g, whole, own, flash_attn, self.record, capture) if own else whole
-
-        return step
+        made = []
+        for key, inputs in forwards:
+            capture = recording.capture if recording is not None and key.capture else None
+            made.append((key, self._inputs.maker(model, key, inputs, self._records, capture)))
+        return build_graph(self._backend, model, self._slots.tensors, made)
 
     def _build_commit(self, commit: Commit) -> tuple[GraphBuilder, tuple[Tensor, ...]]:
         model = self.model

@@ -38,7 +38,7 @@ def test_states_are_copied_right_behind_the_recurrence(
         net = target.config.delta_net
         assert net is not None
         with target.recording(Capture(), "snapshots") as forwards:
-            builder, _ = forwards._build(key, forwards._few)
+            builder, _ = forwards._build(key, forwards._inputs.few)
             found = nodes(builder)
             recurrences = [i for i, node in enumerate(found) if op(node) == "GATED_DELTA_NET"]
             assert len(recurrences) == sum(target.config.recurrent)

@@ -44,7 +44,7 @@ def look_inside(parts: Parts, tokens: list[int], supports: Supports | None = Non
             embedded=False,
         )
         stack.callback(inputs.close)
-        n_ctx, feeder = parts.forwards.n_ctx, parts.forwards.feeder
+        n_ctx, feeder = parts.forwards.n_ctx, parts.forwards._inputs.feeder
         inputs.fill(tokens, n, 0, 0, n_ctx)
         inputs.fill_mask(n, 0, BUCKET)
         if feeder is not None:

@@ -46,13 +46,13 @@ def llama() -> Iterator[Engine]:
 
 
 def mask_bytes(forwards: Forwards, n_tokens: int, n_kv: int) -> bytes:
-    return forwards._many.mask.array[: n_tokens * n_kv].tobytes()
+    return forwards._inputs.streams[0].mask.array[: n_tokens * n_kv].tobytes()
 
 
 def compute_nodes(parts: Parts) -> list[tuple[str, list[int]]]:
     """Operation and shape of every node of a decode graph that computes; views and cache writes do not."""
     key = parts.forwards._cache.keys[0]
-    builder, _ = build_forward(parts.backend, parts.model, parts.state, parts.forwards._ones[0], key)
+    builder, _ = build_forward(parts.backend, parts.model, parts.state, parts.forwards._inputs.ones[0], key)
     nodes = [lib.ggml_graph_node(builder.graph, i) for i in range(builder.n_nodes)]
     found = [(c_string(lib.ggml_op_name(node.op)), list(node.ne)) for node in nodes]
     builder.close()

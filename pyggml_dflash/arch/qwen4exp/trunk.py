@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pyggml_dflash.arch.base import GraphKey, State, Step
-from pyggml_dflash.arch.blocks import apart, embed, experts, head, last_row
+from pyggml_dflash.arch.blocks import apart, embed, head, last_row
 from pyggml_dflash.arch.delta_net import delta_specs, gate_delta, run_delta
+from pyggml_dflash.arch.experts import experts
 from pyggml_dflash.arch.qwen4exp.config import Qwen4ExpConfig
 from pyggml_dflash.arch.qwen4exp.indexer import AttentionForm
 from pyggml_dflash.arch.qwen4exp.ngram import NgramConfig

@@ -75,7 +75,7 @@ DEVICES: Final = (
         default="auto",
         show_default=True,
         help="Prompt rows of a forward from which on experts in host memory are copied to --device, and"
-        " computed there; 'auto': 1024 beside a GPU; 'off'.",
+        " computed there; 'auto': 1024 beside a GPU, 256 from pinned memory; 'off'.",
     ),
     click.option(
         "--expert-memory",

@@ -13,7 +13,7 @@ from typing import Final
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import Auto, HostMemory
 
-# Beside an H200 16 CPU cores compute 600 rows a second with experts of 7.6 GB. Copying these takes as long as
+# Beside an H200 16 CPU cores compute 600 rows a second with experts of 7.8 GB. Copying these takes as long as
 # about 650 rows from ordinary memory, 200 from pinned memory: docs/measurements/h200-host-experts.md.
 AUTO_ROWS: Final[dict[HostMemory, int]] = {"pageable": 1024, "pinned": 256}
 CHUNK: Final = 4096  # rows of a chunk that the engine chooses, where memory allows: one copy for more rows

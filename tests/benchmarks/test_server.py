@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,9 @@ def test_no_prompt_begins_like_another() -> None:
     assert len(starts) == 200
 
 
-def test_an_interpreter_without_the_peers_server_is_refused() -> None:
-    result = CliRunner().invoke(main, ["--peer-python", sys.executable])
+def test_an_interpreter_without_the_peers_server_is_refused(tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False)
+    result = CliRunner().invoke(main, ["--peer-python", str(tmp_path / "bin" / "python")])
     assert result.exit_code == 1
     assert "No module named 'llama_cpp'" in result.output
     assert "-m pip install uvicorn" in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -466,6 +467,7 @@ with opened(Path(sys.argv[1]), max_ctx="auto:2097152", fit_margin="0%") as engin
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 def test_memory_that_the_system_refuses_after_all_shrinks_the_context(tmp_path: Path) -> None:
     path = write_tiny(tmp_path, Tiny(architecture="llama", n_ctx_train=2**31 - 1))
     done = program(LIMITED, path)

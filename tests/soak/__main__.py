@@ -17,6 +17,7 @@ from typing import Final
 
 import click
 
+from tests.soak.asks import NAMES
 from tests.soak.memory import BLOCKS, IN_USE, KEEP_NOTHING, QUIET
 from tests.soak.storm import Plan, Report, run
 
@@ -28,16 +29,36 @@ FLAT: Final = (QUIET, IN_USE, BLOCKS)
 @click.command(help=__doc__)
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
-@click.option("--model", "models", multiple=True, help="Of one model; given again, of several. All, else.")
+@click.option(
+    "--model",
+    "models",
+    type=click.Choice(NAMES),
+    multiple=True,
+    help="Of one model; given again, of several. All, else.",
+)
 @click.option("--asks", type=click.IntRange(1), default=160, show_default=True, help="Prompts of each model.")
 @click.option("--clients", type=click.IntRange(1), default=5, show_default=True, help="Of each model.")
+@click.option(
+    "--lull-s",
+    type=click.FloatRange(0, min_open=True),
+    default=15.0,
+    show_default=True,
+    help="Between two lulls, in which memory is looked at.",
+)
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Also write everything here.")
 def main(
-    minutes: float, seed: int, models: tuple[str, ...], asks: int, clients: int, out: Path | None
+    minutes: float,
+    seed: int,
+    models: tuple[str, ...],
+    asks: int,
+    clients: int,
+    lull_s: float,
+    out: Path | None,
 ) -> None:
     """Storm and tell."""
     logging.getLogger("pyggml_dflash").setLevel(logging.CRITICAL)  # of faults there are thousands
-    plan = Plan(seed=seed, least_s=60 * minutes, most_s=60 * minutes, n_asks=asks, n_clients=clients)
+    seconds = 60 * minutes
+    plan = Plan(seed=seed, least_s=seconds, most_s=seconds, n_asks=asks, n_clients=clients, lull_s=lull_s)
     with tempfile.TemporaryDirectory() as folder:
         report = run(Path(folder), plan, names=models, tell=click.echo)
     if out is not None:

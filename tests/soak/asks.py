@@ -13,6 +13,7 @@ from pyggml_dflash.options import Spec
 from tests.engine.tiny import QWEN35, opened
 from tests.tiny import Tiny, write_tiny
 
+NAMES: Final = ("qwen35", "qwen35moe", "qwen4exp", "shipped")
 N_CTX: Final = 768
 N_SLOTS: Final = 4
 CHUNK: Final = 64

@@ -477,6 +477,7 @@ def test_an_automatic_limit_follows_slots_and_memory(
     assert automatic_limit(snapshot, n_slots, available) == limit
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which only Linux has")
 def test_memory_stays_within_the_limit_however_many_turns() -> None:
     """Three hundred states of 2 MiB, with room for three (B06)."""
     big = StateTensor(name="memory", type=ElementType.F32, shape=(1024, 512), grows=False)

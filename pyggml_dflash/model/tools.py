@@ -61,10 +61,10 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise UsageError(f"tools is {_shown(tools)}; it must be a list of objects")
     read = tuple(_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools))
-    names = [tool.name for tool in read]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise UsageError(f"tools[{i}] is named {name!r}, as tools[{names.index(name)}] is")
+    first: dict[str, int] = {}
+    for i, tool in enumerate(read):
+        if first.setdefault(tool.name, i) != i:
+            raise UsageError(f"tools[{i}] is named {tool.name!r}, as tools[{first[tool.name]}] is")
     return read
 
 

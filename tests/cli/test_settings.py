@@ -358,6 +358,17 @@ def test_profiles_are_listed() -> None:
     assert [profile["name"] for profile in found] == [profile.name for profile in PROFILES]
 
 
+def test_a_profile_is_shown_by_its_name() -> None:
+    shown = CliRunner().invoke(cli, ["profiles", "cuda-1"]).stdout
+    assert shown.startswith("cuda-1: ")
+    assert "--device CUDA0 --max-ctx auto" in shown
+    assert "cpu-tiny" not in shown
+    told = refused("profiles", "cuda1")
+    assert told == (
+        "dflash: error: profile is 'cuda1'; did you mean cuda-1? 'dflash profiles' lists those there are\n"
+    )
+
+
 def test_env_is_a_table_for_people(config: Path) -> None:
     config.write_text("chunk = 32\nnfc = false\n")
     done = CliRunner().invoke(cli, ["env", "fit", "--device-cap", "CPU=3", "--device-cap", "B=1"])

@@ -404,6 +404,28 @@ def test_env_refuses_what_the_command_refuses(words: tuple[str, ...], message: s
     assert message in refused("env", *words)
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ('model = "no/such.gguf"', 3, "such.gguf, named by {config}, does not exist"),
+        ("chunk = 12.5", 2, "'12.5' is no chunk"),
+    ],
+)
+def test_env_shows_a_value_that_the_command_refuses_and_where_it_comes_from(
+    config: Path, text: str, code: int, message: str
+) -> None:
+    config.write_text(f"{text}\nmax-ctx = 64\n")
+    done = CliRunner().invoke(cli, ["env", "--json", "fit"])
+    assert done.exit_code == code
+    assert message.format(config=config) in done.stderr
+    found = json.loads(done.stdout)["settings"]
+    name, _, value = text.partition(" = ")
+    assert found[name]["value"].endswith(value.strip('"'))
+    assert found[name]["from"] == str(config)
+    assert found["max-ctx"] == {"value": "64", "from": str(config)}
+    assert found["min-ctx"] == {"value": None, "from": "default"}
+
+
 def test_a_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     command = cli.get_command(click.Context(cli), "fit")
     assert command is not None

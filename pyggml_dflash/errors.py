@@ -35,6 +35,17 @@ def human_bytes(n: int) -> str:
     raise AssertionError("unreachable")
 
 
+def quoted(value: object) -> str:
+    """A value as messages show it: cut where it would fill the screen, whatever it is."""
+    try:
+        shown = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        return f"a number of {type(value).__name__} with thousands of digits"
+    except RecursionError:
+        return "nested too deeply to be shown"
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
 def cap_text(device: str, n_bytes: int) -> str:
     """The value of --device-cap that holds a device to so many bytes: in MiB where these are whole."""
     return f"{device}={n_bytes}B" if n_bytes % 2**20 else f"{device}={n_bytes // 2**20}"

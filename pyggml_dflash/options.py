@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.errors import UsageError, quoted
 
 KVType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Auto = Literal["auto"]
@@ -52,14 +52,8 @@ SAMPLING_RANGES: Final[Mapping[str, tuple[float, float, bool]]] = {
 
 
 def refusal(name: str, value: object, wanted: str) -> UsageError:
-    """The error for a value that cannot be used; quotes it, cut where it would fill the screen."""
-    try:
-        shown = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
-        shown = f"a number of {type(value).__name__} with thousands of digits"
-    except RecursionError:
-        shown = "nested too deeply to be shown"
-    return UsageError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {wanted}")
+    """The error for a value that cannot be used."""
+    return UsageError(f"{name} is {quoted(value)}; {wanted}")
 
 
 def check_int(
@@ -85,9 +79,8 @@ def check_number(name: str, value: object, low: float, high: float, *, above: bo
     """Refuse what is no finite number within [low, high], or within (low, high] if `above`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
-        raise refusal(
-            name, value, f"it must be a number {'above' if above else 'from'} {low:g} up to {high:g}"
-        )
+        start = "above" if above else "from"
+        raise refusal(name, value, f"it must be a number {start} {low:g} up to {high:g}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -132,9 +125,8 @@ class Margin:
     @classmethod
     def parse(cls, text: object) -> Margin:
         """'10%' or '7.5%' of what is free, or MiB as in '512' and '512MiB'."""
-        match = (
-            re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(%|MiB)?", text) if isinstance(text, str) else None
-        )
+        given = text if isinstance(text, str) else ""
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(%|MiB)?", given)
         if match is None or (match[2] == "%" and float(match[1]) > 90):
             raise refusal("fit_margin", text, "it must be a part up to 90% as in '10%', or MiB as in '512'")
         if match[2] == "%":

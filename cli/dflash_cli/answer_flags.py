@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from dflash_cli.constraint_flags import constraint_options
-from dflash_cli.flags import Flag, apply, apply_settings
+from dflash_cli.flags import Flag, apply, apply_settings, each_once
 from dflash_cli.params import Seed, Text, TokenBias, WholeNumber
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import SamplingOptions, check_int
@@ -108,7 +108,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
             repetition_penalty=repetition_penalty,
             frequency_penalty=frequency_penalty,
             presence_penalty=presence_penalty,
-            logit_bias=_biases(logit_bias),
+            logit_bias=each_once("--logit-bias", "token", logit_bias),
             seed=seed,
         )
         command(sampling=sampling, **rest)
@@ -142,12 +142,3 @@ def answer_options(command: Callable[..., None]) -> Callable[..., None]:
         command(answer=answer, **rest)
 
     return apply(_ANSWER, constraint_options(with_answer))
-
-
-def _biases(pairs: tuple[tuple[int, float], ...]) -> dict[int, float]:
-    biases = dict(pairs)
-    if len(biases) < len(pairs):
-        tokens = [token for token, _ in pairs]
-        twice = next(token for token in tokens if tokens.count(token) > 1)
-        raise UsageError(f"--logit-bias names token {twice} twice; give each token one bias")
-    return biases

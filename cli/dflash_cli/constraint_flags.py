@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 import click
 
+from dflash_cli.flags import apply
 from dflash_cli.params import Param, Text, WholeNumber
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.requests import MAX_CONSTRAINT_CHARS, Constraint, ConstraintKind
@@ -85,6 +86,4 @@ def constraint_options(command: Callable[..., None]) -> Callable[..., None]:
         found = [Constraint(kind=cast(ConstraintKind, kind), text=text) for kind, text in given.items()]
         command(constraint=found[0] if found else None, **rest)
 
-    for flag in reversed(_CONSTRAINTS):
-        with_constraint = flag(with_constraint)
-    return with_constraint
+    return apply(_CONSTRAINTS, with_constraint)

@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 import click
 
 from dflash_cli.device_flags import DEVICES
-from dflash_cli.flags import MODEL, Flag, apply_settings
+from dflash_cli.flags import MODEL, Flag, apply_settings, each_once
 from dflash_cli.params import (
     ContextLength,
     DraftPath,
@@ -20,7 +20,6 @@ from dflash_cli.params import (
     TrimInterval,
     WholeNumber,
 )
-from pyggml_dflash.errors import UsageError
 from pyggml_dflash.options import (
     KV_TYPES,
     TRIM_VARIABLE,
@@ -226,17 +225,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_engine(**values: Any) -> None:
         given = {name: values.pop(name) for name in _FIELDS}
-        given["device_cap"] = _by_name("--device-cap", given["device_cap"])
+        given["device_cap"] = each_once("--device-cap", "device", given["device_cap"])
         command(engine=EngineOptions(**given), **values)
 
     flags = (MODEL, *_CONTEXT, *DEVICES, *_COMPUTING, *_DRAFTING, *_STORING, *_TEXT, *_SOURCES)
     return apply_settings(flags, with_engine)
-
-
-def _by_name(flag: str, pairs: tuple[tuple[str, int], ...]) -> dict[str, int]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"{flag} names {twice} twice; give each device one")
-    return found

@@ -10,7 +10,7 @@ from dflash_cli.flags import JSON
 from dflash_cli.settings import META, Settings, settings_of
 from dflash_cli.streams import printable
 from dflash_cli.ui import open_stdout, print_json, print_table
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.errors import DflashError, UsageError
 
 HIDDEN: Final = "(hidden)"
 
@@ -23,14 +23,21 @@ def env(ctx: click.Context, command_line: tuple[str, ...], as_json: bool) -> Non
     """Show the values of a command's settings, and where each comes from.
 
     Takes the command line that is meant; without COMMAND it is 'run'. Values are checked as the command
-    does. From weakest to strongest, they come from defaults, a profile, a configuration file, the
-    environment, and flags. A file has a flag's name for a key, such as max-ctx = "auto"; a table such as
-    [run] holds what is meant for that command only. Variables are named as in DFLASH_MAX_CTX.
+    does, once they are shown. From weakest to strongest, they come from defaults, a profile, a
+    configuration file, the environment, and flags. A file has a flag's name for a key, such as
+    max-ctx = "auto"; a table such as [run] holds what is meant for that command only. Variables are named
+    as in DFLASH_MAX_CTX.
     """
     open_stdout()
     words = ("run", *command_line) if "".join(command_line[:1])[:1] in ("", "-") else command_line
-    command, values = read_settings(ctx, words)
-    settings: Settings = ctx.meta[META]
+    command, values, problem = read_settings(ctx, words)
+    show(ctx.meta[META], command, values, as_json=as_json)
+    if problem is not None:
+        raise problem
+
+
+def show(settings: Settings, command: str, values: dict[str, dict[str, Any]], *, as_json: bool) -> None:
+    """Print the values of a command's settings."""
     if as_json:
         print_json({"command": command, "config": settings.config, "settings": values})
         return
@@ -41,8 +48,13 @@ def env(ctx: click.Context, command_line: tuple[str, ...], as_json: bool) -> Non
     print_table(rows, "<<<")
 
 
-def read_settings(ctx: click.Context, words: tuple[str, ...]) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The command meant, and its settings' values with their origins; refuses what the command refuses."""
+def read_settings(
+    ctx: click.Context, words: tuple[str, ...]
+) -> tuple[str, dict[str, dict[str, Any]], Exception | None]:
+    """The command meant, its settings' values with their origins, and why it refuses one, if it does.
+
+    Raises what is wrong with anything but a value.
+    """
     outer = ctx.parent
     assert outer is not None
     assert isinstance(outer.command, click.Group)
@@ -52,8 +64,14 @@ def read_settings(ctx: click.Context, words: tuple[str, ...]) -> tuple[str, dict
     found = settings_of(command)
     if not found:
         raise UsageError(f"'dflash {name}' has no settings")
-    with command.make_context(name, args, parent=outer) as own:
-        return name, {key: _value(own, param) for key, param in found.items() if key != "config"}
+    problem: Exception | None = None
+    try:
+        own = command.make_context(name, list(args), parent=outer)
+    except (DflashError, click.BadParameter) as error:
+        own, problem = command.make_context(name, args, parent=outer, resilient_parsing=True), error
+    with own:
+        values = {key: _value(own, param) for key, param in found.items() if key != "config"}
+    return name, values, problem
 
 
 def _value(ctx: click.Context, param: click.Parameter) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -9,8 +10,11 @@ import click
 
 from dflash_cli.params import ModelFile
 from dflash_cli.settings import variable
+from pyggml_dflash.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+K = TypeVar("K")
+V = TypeVar("V")
 Flag = Callable[[F], F]
 
 # Read before every flag, so that a model that is missing is told before what is said about it.
@@ -32,3 +36,12 @@ def apply_settings(flags: Sequence[Flag[Any]], command: F) -> F:
     for param in added:
         param.envvar = variable(param)
     return command
+
+
+def each_once(flag: str, what: str, pairs: Sequence[tuple[K, V]]) -> dict[K, V]:
+    """The values of a flag that may be repeated, by `what` it names; refuses one that it names twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise UsageError(f"{flag} names {what} {twice} twice; give each {what} one")
+    return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Final
 
 import click
 
 from dflash_cli.flags import JSON
 from dflash_cli.ui import open_stdout, print_json, print_table
+from pyggml_dflash.options import refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +48,32 @@ PROFILES: Final = (
 )
 
 
+def find_profile(name: str, *, origin: str = "") -> Profile:
+    """The profile of that name, which comes from `origin` where it is no word of the command line."""
+    found = {profile.name: profile for profile in PROFILES}
+    if name not in found:
+        near = get_close_matches(name, found, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        what = f"profile ({origin})" if origin else "profile"
+        raise refusal(what, name, f"{hint}'dflash profiles' lists those there are")
+    return found[name]
+
+
 @click.command()
 @JSON
-def profiles(as_json: bool) -> None:
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+def profiles(names: tuple[str, ...], as_json: bool) -> None:
     """List the profiles that --profile takes.
 
-    A profile gives flags values that a configuration file, the environment and flags overrule.
+    All of them, or those that are named. A profile gives flags values that a configuration file, the
+    environment and flags overrule.
     """
+    shown = [find_profile(name) for name in names] or PROFILES
     open_stdout()
     if as_json:
-        print_json(PROFILES)
+        print_json(shown)
         return
-    for i, profile in enumerate(PROFILES):
+    for i, profile in enumerate(shown):
         click.echo(f"{'' if i == 0 else chr(10)}{profile.name}: {profile.summary}")
         rows = [["flags", shlex.join(word for pair in profile.flags for word in pair)]]
         if profile.environment:

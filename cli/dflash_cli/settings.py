@@ -274,20 +274,14 @@ def _text(path: Path, key: str, param: click.Parameter, value: object) -> str:
 
 
 def _find_profile(named: Value | None) -> Profile | None:
-    from dflash_cli.profiles import PROFILES
+    from dflash_cli.profiles import find_profile
 
     if named is None:
         return None
     names = named.value if isinstance(named.value, list) else [str(named.value)]
     if len(names) != 1:
         raise UsageError(f"{len(names)} profiles are asked for ({', '.join(names)}); name one")
-    found = {profile.name: profile for profile in PROFILES}
-    if names[0] not in found:
-        near = get_close_matches(names[0], found, n=1)
-        where = "" if named.origin == "flag" else f" ({named.origin})"
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise refusal(f"profile{where}", names[0], f"{hint}'dflash profiles' lists those there are")
-    return found[names[0]]
+    return find_profile(names[0], origin="" if named.origin == "flag" else named.origin)
 
 
 def _profile_values(profile: Profile, name: str, command: click.Command) -> dict[str, Value]:

@@ -1,7 +1,8 @@
 """Which drafter an engine gets. Layer 6.
 
 What a user names is used or refused. What 'auto' finds by itself, the shipped model's draft or an MTP
-block, is used where it can be; otherwise the engine decodes plainly and says why.
+block, is used where it can be; otherwise the engine decodes plainly and says why. Options that were given
+and that nothing reads are told here as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 
 from pyggml_dflash.arch.qwen4exp.mtp import StreamMtpBlock
 from pyggml_dflash.engine.drafter_loader import SpeculationPlan, plan_speculation
-from pyggml_dflash.errors import ModelFileError, UsageError
+from pyggml_dflash.errors import ModelFileError, UsageError, quoted
 from pyggml_dflash.ggml.gguf import GgufFile
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.weights import check_tensors
@@ -22,6 +23,7 @@ from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.requests import NOTHING_TO_DRAFT_WITH, SWITCHED_OFF
 
 LOG: Final = logging.getLogger(__name__)
+_DEFAULTS: Final = EngineOptions()
 _MODELS: Final = Path(__file__).resolve().parent.parent / "models"
 DEFAULT_MODEL: Final = _MODELS / "pico-q8_0.gguf"
 DEFAULT_DRAFT: Final = _MODELS / "pico-dflash-q8_0.gguf"
@@ -72,18 +74,28 @@ def choose_speculation(
 
 
 def note_unused(options: EngineOptions, plan: SpeculationPlan | None) -> None:
-    """Tell of options that nothing reads: a width where nothing drafts, a convention nobody knows."""
-    if plan is None and options.spec_width != "auto":
-        LOG.warning("spec_width is %s, but nothing drafts: every step decodes one token", options.spec_width)
-    if options.mtp_convention != "all-streams" and not _has_streams(plan):
-        LOG.warning(
-            "mtp_convention is %r, but there is no MTP block of qwen4exp, which alone knows of conventions",
-            options.mtp_convention,
-        )
+    """Tell of options that were given and that nothing reads."""
+    for name, reason in _unread(options, plan).items():
+        value = getattr(options, name)
+        if value != getattr(_DEFAULTS, name):
+            LOG.warning("%s is %s, but %s", name, quoted(str(value) if name == "draft" else value), reason)
 
 
-def _has_streams(plan: SpeculationPlan | None) -> bool:
-    return plan is not None and isinstance(plan.block, StreamMtpBlock)
+def _unread(options: EngineOptions, plan: SpeculationPlan | None) -> dict[str, str]:
+    """Options that nothing reads, whether they were given or not, and why."""
+    found: dict[str, str] = {}
+    if options.spec == "off":
+        found |= dict.fromkeys(("draft", "draft_causal"), "spec is 'off': it is not read")
+    if plan is None:
+        found["spec_width"] = "nothing drafts: every step decodes one token"
+    if plan is None or not isinstance(plan.block, StreamMtpBlock):
+        found["mtp_convention"] = "there is no MTP block of qwen4exp, which alone knows of conventions"
+    if options.expert_placement is None:
+        found["expert_budget_mib"] = "no experts are copied: pass expert_placement with counts"
+    if options.kv_cache_dir is None:
+        files = ("kv_cache_budget", "kv_cache_min_tokens")
+        found |= dict.fromkeys(files, "no state gets a file: pass kv_cache_dir")
+    return found
 
 
 def _candidates(options: EngineOptions, file: GgufFile, config: ModelConfig) -> list[EngineOptions]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.errors import UsageError, quoted
 from pyggml_dflash.jsonl.problems import refused
 from pyggml_dflash.openai.asks import Ask, Defaults, chat_ask, completion_ask
 from pyggml_dflash.options import refusal
@@ -41,9 +41,9 @@ def _enveloped(line: Mapping[str, Any], defaults: Defaults) -> Ask:
             raise UsageError(f"{name[:60]!r} is not known beside {', '.join(_ENVELOPE)}", param=name[:60])
     method, url, body = (line.get(name) for name in _ENVELOPE)
     if method != "POST":
-        raise refused("invalid_method", f"method is {_shown(method)}; it must be 'POST'")
+        raise refused("invalid_method", f"method is {quoted(method)}; it must be 'POST'")
     if url not in (CHAT_URL, COMPLETION_URL):
-        raise refused("invalid_url", f"url is {_shown(url)}; it must be {CHAT_URL!r} or {COMPLETION_URL!r}")
+        raise refused("invalid_url", f"url is {quoted(url)}; it must be {CHAT_URL!r} or {COMPLETION_URL!r}")
     if not isinstance(body, Mapping):
         raise refusal("body", body, "it must be an object")
     return chat_ask(body, defaults) if url == CHAT_URL else completion_ask(body, defaults)
@@ -66,8 +66,3 @@ def _simple(line: Mapping[str, Any], defaults: Defaults) -> Ask:
 
 def _names(line: Mapping[str, Any]) -> str:
     return ", ".join(repr(name[:60]) for name in list(line)[:8]) or "nothing"
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

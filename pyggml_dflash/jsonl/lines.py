@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
+from pyggml_dflash.errors import quoted
 from pyggml_dflash.jsonl.problems import LineProblem, Refused, refused
 from pyggml_dflash.openai.texts import TooDeepError, read_json
 
@@ -130,9 +131,7 @@ def _custom_id(given: object, default: str) -> str:
     if given is None:
         return default
     if not isinstance(given, str) or not 0 < len(given) <= MAX_ID_CHARS:
-        shown = repr(given)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        message = f"custom_id is {shown}; it must be text of 1 to {MAX_ID_CHARS} characters"
+        message = f"custom_id is {quoted(given)}; it must be text of 1 to {MAX_ID_CHARS} characters"
         raise refused("invalid_value", message)
     return given
 

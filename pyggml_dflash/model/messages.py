@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.errors import UsageError, quoted
 from pyggml_dflash.model.tools import read_json
 
 Message = Mapping[str, Any]
@@ -33,7 +33,7 @@ class Turn:
 def read_messages(messages: Sequence[Message]) -> list[Turn]:
     """The turns of a conversation; UsageError names the message that cannot be used by its index."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise UsageError(f"messages is {_shown(messages)}; it must be a list of at least one message")
+        raise UsageError(f"messages is {quoted(messages)}; it must be a list of at least one message")
     turns = [Turn(_read_message(i, message), i) for i, message in enumerate(messages)]
     n_system = next((i for i, t in enumerate(turns) if t.message["role"] != "system"), len(turns))
     if n_system > 1:
@@ -42,17 +42,12 @@ def read_messages(messages: Sequence[Message]) -> list[Turn]:
     return turns
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _read_message(i: int, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise UsageError(f"messages[{i}] is {_shown(message)}; it must be an object with role and content")
+        raise UsageError(f"messages[{i}] is {quoted(message)}; it must be an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise UsageError(f"messages[{i}].role is {_shown(role)}; it must be a name such as 'user'")
+        raise UsageError(f"messages[{i}].role is {quoted(role)}; it must be a name such as 'user'")
     read = dict(message)
     read["role"] = "system" if role == "developer" else role
     if message.get("tool_calls"):
@@ -67,22 +62,22 @@ def _read_content(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise UsageError(f"{where} is {_shown(content)}; it must be text or a list of text parts")
+        raise UsageError(f"{where} is {quoted(content)}; it must be text or a list of text parts")
     texts = []
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text":
-            raise UsageError(f"{where}[{j}] is of type {_shown(kind)}; only 'text' can be used")
+            raise UsageError(f"{where}[{j}] is of type {quoted(kind)}; only 'text' can be used")
         if not isinstance(text, str):
-            raise UsageError(f"{where}[{j}].text is {_shown(text)}; it must be text")
+            raise UsageError(f"{where}[{j}].text is {quoted(text)}; it must be text")
         texts.append(text)
     return "\n".join(texts)
 
 
 def _read_calls(where: str, calls: object) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
-        raise UsageError(f"{where} is {_shown(calls)}; it must be a list of objects")
+        raise UsageError(f"{where} is {quoted(calls)}; it must be a list of objects")
     return [_read_call(f"{where}[{j}]", call) for j, call in enumerate(calls)]
 
 
@@ -95,5 +90,5 @@ def _read_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     parsed = read_json(arguments or "{}")
     if parsed is None or not isinstance(parsed[0], dict):
-        raise UsageError(f"{where}.arguments is {_shown(arguments)}; it must be a JSON object")
+        raise UsageError(f"{where}.arguments is {quoted(arguments)}; it must be a JSON object")
     return {**call, "arguments": parsed[0]}

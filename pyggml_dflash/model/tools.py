@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.errors import UsageError, quoted
 
 Types = frozenset[str]
 
@@ -59,29 +59,29 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
-        raise UsageError(f"tools is {_shown(tools)}; it must be a list of objects")
+        raise UsageError(f"tools is {quoted(tools)}; it must be a list of objects")
     read = tuple(_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools))
-    names = [tool.name for tool in read]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise UsageError(f"tools[{i}] is named {name!r}, as tools[{names.index(name)}] is")
+    first: dict[str, int] = {}
+    for i, tool in enumerate(read):
+        if first.setdefault(tool.name, i) != i:
+            raise UsageError(f"tools[{i}] is named {tool.name!r}, as tools[{first[tool.name]}] is")
     return read
 
 
 def _read_tool(where: str, tool: object) -> Tool:
     if not isinstance(tool, Mapping):
-        raise UsageError(f"{where} is {_shown(tool)}; it must be an object")
+        raise UsageError(f"{where} is {quoted(tool)}; it must be an object")
     if "function" in tool:
         where, tool = f"{where}.function", tool["function"]
         if not isinstance(tool, Mapping):
-            raise UsageError(f"{where} is {_shown(tool)}; it must be an object")
+            raise UsageError(f"{where} is {quoted(tool)}; it must be an object")
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{where}.name is {_shown(name)}; it must be the name of a function")
+        raise UsageError(f"{where}.name is {quoted(name)}; it must be the name of a function")
     key = "input_schema" if "input_schema" in tool else "parameters"
     schema = tool.get(key)
     if schema is not None and not isinstance(schema, Mapping):
-        raise UsageError(f"{where}.{key} is {_shown(schema)}; it must be a JSON schema")
+        raise UsageError(f"{where}.{key} is {quoted(schema)}; it must be a JSON schema")
     return Tool(name=name, schema={} if schema is None else schema)
 
 
@@ -165,8 +165,3 @@ def _referred(reference: str, root: Mapping[str, Any]) -> object:
     for part in path:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -19,6 +19,7 @@ from pyggml_dflash.options import MAX_SEED, SamplingOptions
 from pyggml_dflash.requests import Constraint
 
 Body = Mapping[str, Any]
+Turn = dict[str, Any]  # as chat templates read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ def sampling_of(body: Body, defaults: SamplingOptions) -> SamplingOptions:
     return replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
 
-def turn_of(message: Body) -> dict[str, Any]:
+def turn_of(message: Body) -> Turn:
     """A message as chat templates read it."""
     unread = ("refusal", "annotations")
     turn = {name: v for name, v in message.items() if v is not None and name not in unread}
@@ -169,7 +170,13 @@ def turn_of(message: Body) -> dict[str, Any]:
     return turn
 
 
-def _with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+def with_reasoning(turn: Turn) -> Turn:
+    """A turn whose reasoning was gathered as a list of texts, with all of it as one."""
+    pieces = turn.get("reasoning_content")
+    return turn if pieces is None else {**turn, "reasoning_content": "".join(pieces)}
+
+
+def _with_system(turns: list[Turn], system: str | None) -> list[Turn]:
     """The turns, with the default system message in front unless they begin with one of their own."""
     if system is None or turns[0]["role"] in ("system", "developer"):
         return turns

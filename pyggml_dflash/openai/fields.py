@@ -59,7 +59,7 @@ STREAM_OPTIONS: Final = record(
 _COMMON: Final[Mapping[str, Value]] = {
     "model": MODEL,
     **SAMPLING,
-    "logit_bias": mapping("[0-9]{1,9}", "token ids as in '198'", number(-MAX_BIAS, MAX_BIAS)).about(
+    "logit_bias": mapping("(0|[1-9][0-9]{0,8})", "token ids as in '198'", number(-MAX_BIAS, MAX_BIAS)).about(
         "Token id -> added to its logit."
     ),
     "n": whole(1, MAX_CHOICES).about("Answers to the same prompt."),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -19,7 +21,7 @@ def read_json(text: str) -> Any:
     """
     try:
         return json.loads(
-            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_doubles
+            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=members_of
         )
     except RecursionError as error:
         raise TooDeepError("it is nested too deeply") from error
@@ -36,10 +38,10 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def members_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's members; ValueError for a name that stands there twice. Looks at each name once."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{twice[:60]!r} stands twice in one object")
     return found

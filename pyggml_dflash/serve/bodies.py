@@ -39,7 +39,8 @@ class _JsonRequest(Request):
         except json.JSONDecodeError:
             raise
         except UnicodeDecodeError as error:
-            reason = f"it is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
+            at = len(data) - len(error.object) + error.start  # behind a mark of the order of bytes
+            reason = f"it is not UTF-8: byte {at} is {data[at]:#04x}"
             raise json.JSONDecodeError(reason, "", 0) from error
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error

@@ -69,34 +69,26 @@ def ask(service: Service, body: Body) -> Question:
     MESSAGES.check("", body)
     service.check_model(body.get("model"))
     service.desk.check_room(1)
-    request = request_of(service, body)
-    return chat_question(service.engine, request, calls_in(body), begun=beginning(body))
+    request, calls = request_of(service, body)
+    return chat_question(service.engine, request, calls, begun=beginning(body))
 
 
 def count(service: Service, body: Body) -> TokenCount:
     """How long the prompt of a request would be. Renders and tokenizes: not for the event loop."""
     COUNTED.check("", body)
     service.check_model(body.get("model"))
-    request = request_of(service, body)
-    assert request.messages is not None
-    prompt = chat_prompt(
-        service.engine,
-        request.messages,
-        tools=request.tools,
-        reasoning=request.reasoning,
-        budget=request.reasoning_budget,
-        begun=beginning(body),
-    )
+    request, _ = request_of(service, body)
+    prompt = chat_prompt(service.engine, request, begun=beginning(body))
     return TokenCount(input_tokens=len(prompt.tokens))
 
 
-def request_of(service: Service, body: Body) -> BatchRequest:
-    """What a request asks of the engine, but for the beginning of the answer."""
+def request_of(service: Service, body: Body) -> tuple[BatchRequest, Calls]:
+    """What a request asks of the engine, but for the beginning of the answer; and of its tools' calls."""
     check_items("messages", body["messages"], service.options.max_messages)
     calls, form = calls_in(body), format_of((body.get("output_config") or {}).get("format"))
     said = reasoning(body, can_think=service.engine.info.reasoning_supported)
     thinks, budget = service.defaults.thinking(said, (body.get("thinking") or {}).get("budget_tokens"))
-    return BatchRequest(
+    request = BatchRequest(
         messages=turns_of(body),
         tools=calls.tools,
         reasoning=thinks,
@@ -107,6 +99,7 @@ def request_of(service: Service, body: Body) -> BatchRequest:
         constraint=only_form({"output_config.format": form}, calls),
         cache_prompt=body.get("cache_prompt") is not False,
     )
+    return request, calls
 
 
 def calls_in(body: Body) -> Calls:

@@ -7,13 +7,11 @@ one role that follow each other are one turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.openai.asks import Body
+from pyggml_dflash.openai.asks import Body, Turn, with_reasoning
 from pyggml_dflash.serve.bodies import json_bytes
 
-Turn = dict[str, Any]
 _WHOSE = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
 
 
@@ -26,7 +24,7 @@ def turns_of(body: Body) -> list[Turn]:
         for j, block in enumerate(_blocks(message)):
             _check_role(message["role"], block, f"messages[{i}].content[{j}]")
             _add(turns, message["role"], block)
-    return turns
+    return [with_reasoning(turn) for turn in turns]
 
 
 def is_begun(body: Body) -> bool:
@@ -74,7 +72,7 @@ def _add(turns: list[Turn], role: str, block: Body) -> None:
     if block["type"] == "text":
         turn["content"] += _texts(block["text"])
     elif block["type"] == "thinking":
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
+        turn.setdefault("reasoning_content", []).append(block["thinking"])
     else:
         function = {"name": block["name"], "arguments": json_bytes(block["input"]).decode()}
         turn.setdefault("tool_calls", []).append(

@@ -6,10 +6,9 @@ protocol they speak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from pyggml_dflash.api import AnswerParser, AsyncTextStream, Engine
 from pyggml_dflash.batch import BatchRequest
@@ -109,16 +108,8 @@ def chat_question(engine: Engine, request: BatchRequest, calls: Calls, *, begun:
 
     `begun` is the beginning of the answer, which the model continues.
     """
-    assert request.messages is not None
     constraint = held_to(engine, calls, request.constraint)
-    prompt = chat_prompt(
-        engine,
-        request.messages,
-        tools=request.tools,
-        reasoning=request.reasoning,
-        budget=request.reasoning_budget,
-        begun=begun,
-    )
+    prompt = chat_prompt(engine, request, begun=begun)
     return Question.of(
         request,
         prompt.tokens,
@@ -134,31 +125,26 @@ def chat_question(engine: Engine, request: BatchRequest, calls: Calls, *, begun:
 class ChatPrompt:
     """A conversation as the model reads it, and what takes an answer to it apart."""
 
-    text: str = field(repr=False)
     tokens: tuple[int, ...] = field(repr=False)
     parser: Callable[[], AnswerParser]
     reasoning_block: ReasoningBlock | None
 
 
-def chat_prompt(
-    engine: Engine,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    reasoning: bool | None = None,
-    budget: int = -1,
-    begun: str = "",
-) -> ChatPrompt:
+def chat_prompt(engine: Engine, request: BatchRequest, *, begun: str = "") -> ChatPrompt:
     """The prompt of a conversation, by the model's template. Takes a while: not for the event loop.
 
-    `budget`: tokens of reasoning; 0 switches it off, -1 allows any number. `begun` is the beginning of the
-    answer, which the model continues. Raises `UsageError` for tools and messages that cannot be used.
+    `begun` is the beginning of the answer, which the model continues. Raises `UsageError` for tools and
+    messages that cannot be used.
     """
-    text = engine.render_chat(messages, tools=tools, reasoning=reasoning, reasoning_budget=budget) + begun
-    parser = partial(engine.answer_parser, text, tools=tools)
+    assert request.messages is not None
+    budget = request.reasoning_budget
+    rendered = engine.render_chat(
+        request.messages, tools=request.tools, reasoning=request.reasoning, reasoning_budget=budget
+    )
+    text = rendered + begun
+    parser = partial(engine.answer_parser, text, tools=request.tools)
     parser()  # refuses tools
     return ChatPrompt(
-        text=text,
         tokens=tuple(engine.tokenize(text, add_special=False)),
         parser=parser,
         reasoning_block=engine.reasoning_block(text, budget),

@@ -12,7 +12,7 @@ from pydantic import WithJsonSchema
 
 from pyggml_dflash.batch import BatchRequest
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.openai.asks import Body, sampling_of
+from pyggml_dflash.openai.asks import Body, Turn, sampling_of, with_reasoning
 from pyggml_dflash.openai.forms import Calls, calls_of, format_of, only_form
 from pyggml_dflash.openai.values import check_items
 from pyggml_dflash.requests import TokenLogprob
@@ -46,7 +46,6 @@ from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
 
 ResponsesBody = Annotated[Object, WithJsonSchema(dict(RESPONSES.schema))]
-Turn = dict[str, Any]
 _TOOL_PARTS: Final = dict.fromkeys(("description", "parameters", "strict"))  # clients expect all of them
 _DELTAS: Final = {
     "reasoning": "response.reasoning_text",
@@ -127,7 +126,7 @@ def turns_of(body: Body) -> list[Turn]:
         return [*turns, _turn("user", body["input"])]
     for item in body["input"]:
         _add(turns, item)
-    return turns
+    return [with_reasoning(turn) for turn in turns]
 
 
 def _turn(role: str, content: str | list[dict[str, str]]) -> Turn:
@@ -152,8 +151,8 @@ def _add(turns: list[Turn], item: Body) -> None:
             call = {"id": item["call_id"], "type": "function", "function": function}
             turns[-1].setdefault("tool_calls", []).append(call)
         else:
-            thought = "".join(piece["text"] for piece in item.get("content") or ())
-            turns[-1]["reasoning_content"] = turns[-1].get("reasoning_content", "") + thought
+            thought = [piece["text"] for piece in item.get("content") or ()]
+            turns[-1].setdefault("reasoning_content", []).extend(thought)
 
 
 def _texts(content: str | Sequence[Body]) -> str | list[dict[str, str]]:

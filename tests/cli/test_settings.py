@@ -358,6 +358,17 @@ def test_profiles_are_listed() -> None:
     assert [profile["name"] for profile in found] == [profile.name for profile in PROFILES]
 
 
+def test_a_profile_is_shown_by_its_name() -> None:
+    shown = CliRunner().invoke(cli, ["profiles", "cuda-1"]).stdout
+    assert shown.startswith("cuda-1: ")
+    assert "--device CUDA0 --max-ctx auto" in shown
+    assert "cpu-tiny" not in shown
+    told = refused("profiles", "cuda1")
+    assert told == (
+        "dflash: error: profile is 'cuda1'; did you mean cuda-1? 'dflash profiles' lists those there are\n"
+    )
+
+
 def test_env_is_a_table_for_people(config: Path) -> None:
     config.write_text("chunk = 32\nnfc = false\n")
     done = CliRunner().invoke(cli, ["env", "fit", "--device-cap", "CPU=3", "--device-cap", "B=1"])
@@ -391,6 +402,28 @@ def test_env_says_that_a_file_is_not_there(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_env_refuses_what_the_command_refuses(words: tuple[str, ...], message: str) -> None:
     assert message in refused("env", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ('model = "no/such.gguf"', 3, "such.gguf, named by {config}, does not exist"),
+        ("chunk = 12.5", 2, "'12.5' is no chunk"),
+    ],
+)
+def test_env_shows_a_value_that_the_command_refuses_and_where_it_comes_from(
+    config: Path, text: str, code: int, message: str
+) -> None:
+    config.write_text(f"{text}\nmax-ctx = 64\n")
+    done = CliRunner().invoke(cli, ["env", "--json", "fit"])
+    assert done.exit_code == code
+    assert message.format(config=config) in done.stderr
+    found = json.loads(done.stdout)["settings"]
+    name, _, value = text.partition(" = ")
+    assert found[name]["value"].endswith(value.strip('"'))
+    assert found[name]["from"] == str(config)
+    assert found["max-ctx"] == {"value": "64", "from": str(config)}
+    assert found["min-ctx"] == {"value": None, "from": "default"}
 
 
 def test_a_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,9 +209,22 @@ def test_an_allocation_that_fails_leaves_out_a_drafter_that_nobody_named(
         ),
         (None, {"mtp_convention": "per-stream"}, None),
         (None, {"mtp_convention": "llama.cpp", "spec": "off"}, "mtp_convention is 'llama.cpp', but"),
+        (
+            LLAMA,
+            {"draft": Path("no/draft.gguf"), "spec": "off"},
+            "draft is 'no/draft.gguf', but spec is 'off'",
+        ),
+        (LLAMA, {"draft_causal": "all", "spec": "off"}, "draft_causal is 'all', but spec is 'off'"),
+        (
+            LLAMA,
+            {"expert_budget_mib": 9},
+            "expert_budget_mib is 9, but no experts are copied: pass expert_pl",
+        ),
+        (LLAMA, {"kv_cache_budget": 9}, "kv_cache_budget is 9, but no state gets a file: pass kv_cache_dir"),
+        (LLAMA, {"kv_cache_min_tokens": 9}, "kv_cache_min_tokens is 9, but no state gets a file"),
     ],
 )
-def test_a_width_without_drafts_and_a_convention_that_nobody_knows_are_told(
+def test_options_that_nothing_reads_are_told(
     model: Path | None,
     options: dict[str, Any],
     told: str | None,

@@ -234,6 +234,7 @@ CHAT_REFUSED = [
     ({"seed": -1}, "seed is -1"),
     ({"logit_bias": [1]}, "logit_bias is [1]; it must be an object"),
     ({"logit_bias": {"a": 1}}, "logit_bias key is 'a'"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias key is '05'; it must be token ids as in '198'"),
     ({"logit_bias": {"5": "x"}}, "logit_bias.5 is 'x'"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"max_tokens": "5"}, "max_tokens is '5'"),

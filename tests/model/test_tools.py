@@ -120,6 +120,13 @@ def test_tools_are_read_in_each_form() -> None:
     assert read_tools(None) == read_tools([]) == ()
 
 
+def deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("tools", "problem"),
     [
@@ -128,6 +135,8 @@ def test_tools_are_read_in_each_form() -> None:
         ([5], r"tools\[0\] is 5"),
         ([{"function": None}], r"tools\[0\]\.function is None"),
         ([{"name": "f"}, {"name": ""}], r"tools\[1\]\.name is ''"),
+        ([{"name": 10**5000}], r"tools\[0\]\.name is a number of int with thousands of digits"),
+        ([{"name": deep()}], r"tools\[0\]\.name is nested too deeply"),
         ([{"name": "f", "parameters": []}], r"tools\[0\]\.parameters is \[\]"),
         ([{"name": "f"}, {"name": "f"}], r"tools\[1\] is named 'f', as tools\[0\] is"),
     ],

@@ -311,6 +311,7 @@ def test_a_body_that_is_no_request_is_refused(server: Live, body: bytes) -> None
     ("body", "says"),
     [
         (b"\xff{}", "it is not UTF-8: byte 0 is 0xff"),
+        (b'\xef\xbb\xbf{"a": "\xfe"}', "it is not UTF-8: byte 10 is 0xfe"),
         ('{"messages": "\u00e4"}'.encode("utf-16"), "it is not UTF-8"),
         (b"[" * 100_000, "it is nested too deeply"),
         (b'{"temperature": NaN}', "NaN is no number of JSON"),

@@ -220,7 +220,7 @@ class DFlashDrafter:
         """Bytes of its largest graph of a whole context, without running one."""
         spans = tuple(ring.n_cells for ring in self._kinds)
         wants = ("candidates",) if self.config.selector else ("best", "logits")
-        rows = min(INJECT_ROWS, self._forwards.space.most_waiting)
+        rows = min(INJECT_ROWS, self._forwards.space.shared.n_rows)
         block = probe.largest(
             (("block", spans, want), partial(self._graph_of, self._build_block, spans, want))
             for want in wants
@@ -236,14 +236,14 @@ class DFlashDrafter:
 
     def _fill_block(self, anchor: int, n_past: int) -> None:
         block, inputs = self.config.block_size, self._inputs
-        tokens = [anchor] + [self.config.mask_token] * (block - 1)
         self._set_positions(n_past, block)
         if self._forwards.gather is None:
-            inputs["tokens"].array[:] = tokens
+            inputs["tokens"].array[:] = [anchor] + [self.config.mask_token] * (block - 1)
             inputs["tokens"].upload(0, block)
-        else:
-            inputs["rows"].array[:] = self._forwards.gather.gather(tokens).reshape(-1)
-            inputs["rows"].upload(0, len(inputs["rows"].array))
+        else:  # a forward of the target may have fewer rows than the block, never fewer than two
+            rows = inputs["rows"].array.reshape(block, -1)
+            rows[0], rows[1:] = self._forwards.gather.gather((anchor, self.config.mask_token))
+            inputs["rows"].upload(0, rows.size)
         inputs["anchor"].array[:] = anchor
         inputs["anchor"].upload(0, len(inputs["anchor"].array))
 

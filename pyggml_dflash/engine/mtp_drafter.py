@@ -221,7 +221,7 @@ class MtpDrafter:
 
     def needs(self, probe: MemoryProbe) -> int:
         """Bytes of its largest graph of a whole context, without running one."""
-        n_waiting, n_cells = self._forwards.space.most_waiting, self._n_cells
+        n_waiting, n_cells = self._forwards.space.shared.n_rows, self._n_cells
         rows = min(INJECT_ROWS, n_waiting)
         inject = probe.graph(("inject", rows), lambda: self._build_inject(0, rows)[0]).compute
         ends = last_of_each_run(lambda cell: self._step_key(cell).form, 0, n_cells)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-# That a slot can decode plainly before its drafter has to read them; fewer where no prompt has so many at once.
+# That a slot decodes plainly before its drafter has to read them; fewer where chunks are shorter.
 OWN_ROWS: Final = 32
 
 

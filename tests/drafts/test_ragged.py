@@ -259,11 +259,9 @@ def test_a_drafter_that_fails_is_put_aside_for_its_own_sequence(loaded: Loaded, 
     assert answered(loaded, asked[1]).plain_reason is None
 
 
-def test_a_sampler_that_fails_fails_its_own_request(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_that_fails_fails_its_own_request(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests()
     alone = [answered(loaded, plainly(request)) for request in asked]
-    ragged = loaded.core._ragged
-    assert ragged is not None
     n = 0
 
     def commit(slot: Any, **more: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final
@@ -24,7 +23,7 @@ from pyggml_dflash.arch.dflash import (
     max_nodes,
 )
 from pyggml_dflash.arch.dflash_config import DraftConfig
-from pyggml_dflash.engine.drafting import Proposal, distribution, ring_mask
+from pyggml_dflash.engine.drafting import Proposal, SlotDrafter, distribution, ring_mask
 from pyggml_dflash.engine.graph_cache import GraphCache, Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
@@ -55,11 +54,8 @@ class Ring:
     causal: bool
 
 
-class DFlashDrafter:
-    """One draft beside its target, for one slot; reads what `forwards` recorded.
-
-    Those of other slots, which `beside` makes, use the inputs and the memory of the first one's graphs.
-    """
+class DFlashDrafter(SlotDrafter):
+    """One draft beside its target, for one slot; reads what `forwards` recorded."""
 
     name = "dflash"
 
@@ -75,8 +71,8 @@ class DFlashDrafter:
         *,
         relieve: Relieve | None = None,
     ) -> None:
-        self._slot, self._first_row = 0, forwards.space.own(0).first
-        self.config, self._weights, self._forwards = config, weights, forwards
+        super().__init__(forwards)
+        self.config, self._weights = config, weights
         self._backend, self._ledger = backend, ledger
         self._types = cache_type(type_k, config), cache_type(type_v, config)
         self.capture = Capture(layers=config.target_layers)
@@ -110,16 +106,6 @@ class DFlashDrafter:
             for i, ring in enumerate(self._rings)
         ]
         arena.allocate(zero=True)
-        self._n_seen = 0
-
-    def beside(self, slot: int) -> DFlashDrafter:
-        """The one of another slot; to be closed before this one."""
-        other = copy(self)
-        other._slot, other._first_row = slot, self._forwards.space.own(slot).first
-        with ExitStack() as stack:
-            other._allocate(stack)
-            other._stack = stack.pop_all()
-        return other
 
     def _input_sizes(self) -> dict[str, tuple[ElementType, int]]:
         config, rows = self.config, max(INJECT_ROWS, self.config.block_size)
@@ -145,9 +131,7 @@ class DFlashDrafter:
 
     def observe(self, tokens: Sequence[int], n_past: int, row: int | None = None) -> None:
         """Put keys and values of committed rows into the draft's cache."""
-        assert n_past == self._n_seen, "a gap in what the draft has seen"
-        self._n_seen += len(tokens)
-        row = self._first_row if row is None else row
+        row = self._see(tokens, n_past, row)
         for start in range(0, len(tokens), INJECT_ROWS):
             n = min(INJECT_ROWS, len(tokens) - start)
             self._set_positions(n_past + start, n)
@@ -220,7 +204,7 @@ class DFlashDrafter:
         """Bytes of its largest graph of a whole context, without running one."""
         spans = tuple(ring.n_cells for ring in self._kinds)
         wants = ("candidates",) if self.config.selector else ("best", "logits")
-        rows = min(INJECT_ROWS, self._forwards.space.most_waiting)
+        rows = min(INJECT_ROWS, self._forwards.space.shared.n_rows)
         block = probe.largest(
             (("block", spans, want), partial(self._graph_of, self._build_block, spans, want))
             for want in wants
@@ -236,14 +220,14 @@ class DFlashDrafter:
 
     def _fill_block(self, anchor: int, n_past: int) -> None:
         block, inputs = self.config.block_size, self._inputs
-        tokens = [anchor] + [self.config.mask_token] * (block - 1)
         self._set_positions(n_past, block)
         if self._forwards.gather is None:
-            inputs["tokens"].array[:] = tokens
+            inputs["tokens"].array[:] = [anchor] + [self.config.mask_token] * (block - 1)
             inputs["tokens"].upload(0, block)
-        else:
-            inputs["rows"].array[:] = self._forwards.gather.gather(tokens).reshape(-1)
-            inputs["rows"].upload(0, len(inputs["rows"].array))
+        else:  # a forward of the target may have fewer rows than the block, never fewer than two
+            rows = inputs["rows"].array.reshape(block, -1)
+            rows[0], rows[1:] = self._forwards.gather.gather((anchor, self.config.mask_token))
+            inputs["rows"].upload(0, rows.size)
         inputs["anchor"].array[:] = anchor
         inputs["anchor"].upload(0, len(inputs["anchor"].array))
 
@@ -289,10 +273,6 @@ class DFlashDrafter:
         """Names the draft: keys and values of one mean nothing to another. See `Companion`."""
         return f"dflash {model_identity(self._weights.file).hex()}"
 
-    def covers(self, n_past: int) -> bool:
-        """True if it has seen exactly the first `n_past` positions."""
-        return n_past == self._n_seen
-
     def parts(self, n_past: int) -> tuple[Part, ...]:
         """The cells that `n_past` positions fill, layer by layer; blocks wrote some more."""
         n_written = self._n_seen + self.config.block_size
@@ -301,18 +281,6 @@ class DFlashDrafter:
             for ring, cache in zip(self._rings, self._caches, strict=True)
             for tensor in (cache.k, cache.v)
         )
-
-    def resume(self, n_past: int) -> None:
-        """The cells are about to hold `n_past` positions."""
-        self._n_seen = n_past
-
-    def forget(self) -> None:
-        """It has not seen what its slot holds."""
-        self.begin()
-
-    def close(self) -> None:
-        """Free the caches, and of the first one inputs and graphs; the weights are their owner's."""
-        self._stack.close()
 
 
 def best_rows(ids: npt.NDArray[Any], values: npt.NDArray[Any]) -> Proposal:

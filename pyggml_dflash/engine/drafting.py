@@ -6,9 +6,12 @@ through what target forwards recorded: after each commit it is shown the committ
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +64,63 @@ class Drafter(Companion, Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+D = TypeVar("D", bound="SlotDrafter")
+
+
+class SlotDrafter(ABC):
+    """What drafters know of one slot: how much of its sequence they have seen, and where its rows begin.
+
+    Those of other slots, which `beside` makes, use the inputs and the memory of the first one's graphs.
+    """
+
+    def __init__(self, forwards: Forwards) -> None:
+        """Of the first slot; `_allocate` is the subclass's to call."""
+        self._forwards, self._slot = forwards, 0
+        self._first_row = forwards.space.own(0).first
+        self._n_seen = 0
+        self._stack = ExitStack()
+
+    @abstractmethod
+    def _allocate(self, stack: ExitStack) -> None:
+        """Make what is of one slot, which `stack` frees."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """See `Drafter`."""
+
+    def beside(self: D, slot: int) -> D:
+        """The one of another slot; to be closed before this one."""
+        other = copy(self)
+        other._slot, other._first_row = slot, self._forwards.space.own(slot).first
+        other._n_seen = 0
+        with ExitStack() as stack:
+            other._allocate(stack)
+            other._stack = stack.pop_all()
+        return other
+
+    def _see(self, tokens: Sequence[int], n_past: int, row: int | None) -> int:
+        """Count tokens that are observed; the row of the record where they begin."""
+        assert n_past == self._n_seen, "a gap in what the draft has seen"
+        self._n_seen += len(tokens)
+        return self._first_row if row is None else row
+
+    def covers(self, n_past: int) -> bool:
+        """True if it has seen exactly the first `n_past` positions."""
+        return n_past == self._n_seen
+
+    def resume(self, n_past: int) -> None:
+        """The cells are about to hold `n_past` positions."""
+        self._n_seen = n_past
+
+    def forget(self) -> None:
+        """It has not seen what its slot holds."""
+        self.begin()
+
+    def close(self) -> None:
+        """Free what is of its slot, and of the first one inputs and graphs; the weights are their owner's."""
+        self._stack.close()
 
 
 class Backlog:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
-from copy import copy
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture, GraphKey, MtpBlock, Step
-from pyggml_dflash.engine.drafting import Proposal, distribution
+from pyggml_dflash.engine.drafting import Proposal, SlotDrafter, distribution
 from pyggml_dflash.engine.graph_cache import GraphCache, Relieve
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.inputs import bucketed
@@ -34,12 +33,10 @@ from pyggml_dflash.state.strips import Part, row_part, state_parts
 INJECT_ROWS: Final = 512
 
 
-class MtpDrafter:
+class MtpDrafter(SlotDrafter):
     """The block's cache and graphs, for one slot.
 
     `weights`: of the block and what it shares; None: the target's.
-
-    Those of other slots, which `beside` makes, use the inputs and the memory of the first one's graphs.
     """
 
     name = "mtp"
@@ -57,8 +54,8 @@ class MtpDrafter:
         weights: LoadedWeights | None = None,
         relieve: Relieve | None = None,
     ) -> None:
-        self._slot, self._first_row = 0, forwards.space.own(0).first
-        self._backend, self._ledger, self._forwards = backend, ledger, forwards
+        super().__init__(forwards)
+        self._backend, self._ledger = backend, ledger
         self._weights = forwards.model.weights if weights is None else weights
         self.max_drafts = max_drafts
         self.capture = Capture(hidden=True)
@@ -95,16 +92,6 @@ class MtpDrafter:
         self._state = {t.name: arena.declare(t.name, t.type, *t.shape, 1) for t in self._layout}
         self._own = arena.declare("mtp.hidden", ElementType.F32, self._config.hidden_width, 1)
         arena.allocate(zero=True)
-        self._n_seen = 0
-
-    def beside(self, slot: int) -> MtpDrafter:
-        """The one of another slot; to be closed before this one."""
-        other = copy(self)
-        other._slot, other._first_row = slot, self._forwards.space.own(slot).first
-        with ExitStack() as stack:
-            other._allocate(stack)
-            other._stack = stack.pop_all()
-        return other
 
     def begin(self) -> None:
         """Forget the sequence before; a mask would not hide NaN that it left."""
@@ -119,9 +106,7 @@ class MtpDrafter:
 
         The hidden row in front of the first pair lies where the slot's own rows begin.
         """
-        assert n_past == self._n_seen, "a gap in what the draft has seen"
-        self._n_seen += len(tokens)
-        row = self._first_row if row is None else row
+        row = self._see(tokens, n_past, row)
         if row != self._first_row:
             self._carry(self._first_row, row)
         first = self._block.first_token if n_past == 0 else 0
@@ -221,7 +206,7 @@ class MtpDrafter:
 
     def needs(self, probe: MemoryProbe) -> int:
         """Bytes of its largest graph of a whole context, without running one."""
-        n_waiting, n_cells = self._forwards.space.most_waiting, self._n_cells
+        n_waiting, n_cells = self._forwards.space.shared.n_rows, self._n_cells
         rows = min(INJECT_ROWS, n_waiting)
         inject = probe.graph(("inject", rows), lambda: self._build_inject(0, rows)[0]).compute
         ends = last_of_each_run(lambda cell: self._step_key(cell).form, 0, n_cells)
@@ -265,24 +250,8 @@ class MtpDrafter:
         pairs = f"{self._block.first_token} {self._block.shift}"
         return f"mtp {pairs} {model_identity(self._weights.file).hex()}"
 
-    def covers(self, n_past: int) -> bool:
-        """True if it has seen exactly the first `n_past` positions."""
-        return n_past == self._n_seen
-
     def parts(self, n_past: int) -> tuple[Part, ...]:
         """What the pairs of `n_past` positions fill, drafts wrote some more; the hidden row behind it."""
         n_pairs, n_written = n_past - self._block.shift, self._n_seen + self.max_drafts
         cells = state_parts(self._layout, self._state, n_pairs, n_written)
         return *cells, row_part(self._forwards.record["hidden"], 1, 1, first=self._first_row)
-
-    def resume(self, n_past: int) -> None:
-        """The cells are about to hold `n_past` positions."""
-        self._n_seen = n_past
-
-    def forget(self) -> None:
-        """It has not seen what its slot holds."""
-        self.begin()
-
-    def close(self) -> None:
-        """Free the cache, and of the first one inputs and graphs."""
-        self._stack.close()

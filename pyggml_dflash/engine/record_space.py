@@ -2,6 +2,7 @@
 
 With one slot there is one room, for prompts and decoding. With several, each has a small room of its own for
 the rows that it decodes, and all share one for prompts, whose rows are read before the next prompt's come.
+No room is larger than that one: a drafter reads at once what waits in a room.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-OWN_ROWS: Final = 32  # that a slot can decode plainly before its drafter has to read them
+# That a slot decodes plainly before its drafter has to read them; fewer where chunks are shorter.
+OWN_ROWS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class RecordSpace:
-    """The rooms of `n_slots` slots, for forwards of up to `most` rows and verify forwards of `max_width`."""
+    """The rooms of `n_slots` slots, for forwards of up to `most` rows, verify ones of up to `max_width`."""
 
     n_slots: int
     most: int
@@ -30,20 +32,15 @@ class RecordSpace:
 
     @property
     def shared(self) -> Room:
-        """The room of prompts."""
+        """The room of prompts, the largest: that many rows a drafter may have to read at once."""
         return Room(0, self.most)
 
     def own(self, slot: int) -> Room:
         """The room of what a slot decodes."""
         if self.n_slots == 1:
             return self.shared
-        n_rows = max(OWN_ROWS, self.max_width)
+        n_rows = min(max(OWN_ROWS, self.max_width), self.most)
         return Room(self.most + 1 + slot * (n_rows + 1), n_rows)
-
-    @property
-    def most_waiting(self) -> int:
-        """Rows of the largest room: that many a drafter may have to read at once."""
-        return max(self.most, self.own(0).n_rows)
 
     @property
     def n_rows(self) -> int:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.arena import DTYPES, TensorArena, host_view
-from pyggml_dflash.ggml.cut import Copy, Cut, cut_of
+from pyggml_dflash.ggml.cut import Cut, Part, cut_of
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import CData, ffi, lib
@@ -293,14 +293,26 @@ class StepGraph:
         self._builder.close()
 
 
-def _comes_home(cut: Cut, copy: Copy, to: int) -> bool:
-    """True for a copy from memory of a device of this machine into memory of this process."""
-    home = cut.backends[copy.home]
-    return cut.backends[to].is_host and not home.is_host and home.info.kind != "rpc"
+class _Links:
+    """What comes to a part from other backends: into host memory with one wait for all, else one by one."""
+
+    __slots__ = ("copies", "fetched", "sources")
+
+    def __init__(self, cut: Cut, part: Part) -> None:
+        reader = cut.backends[part.backend]
+        links = [(cut.backends[c.home], c) for c in part.copies if not c.is_queued]
+        fetched = [(b.ptr, c) for b, c in links if reader.is_host and not b.is_host]
+        others = [(b.ptr, c) for b, c in links if not reader.is_host or b.is_host]
+        self.fetched = [(s, c.source, c.twin.data, lib.ggml_nbytes(c.source)) for s, c in fetched]
+        self.sources = list(dict.fromkeys(stream for stream, _ in fetched))
+        self.copies = [(stream, reader.ptr, c.source, c.twin) for stream, c in others]
 
 
 class PartsRun:
-    """Runs the parts of a cut graph that has its memory, beat by beat; what a beat reads is copied first."""
+    """Runs the parts of a cut graph that has its memory, beat by beat; what a beat reads is copied first.
+
+    It is copied part by part, since what a part reads may lie where a twin of the next one will.
+    """
 
     __slots__ = ("_beats", "_compute", "_copy", "_get", "_queue", "_streams", "_synchronize")
 
@@ -313,23 +325,18 @@ class PartsRun:
         met: set[int] = set()
         for _, group in groupby(cut.parts, lambda part: part.beat):
             parts = list(group)
-            copies = [(p.backend, c) for p in parts for c in p.copies if not c.is_queued]
+            linked = [part for part in parts if any(not c.is_queued for c in part.copies)]
             queued = [(p.backend, c) for p in parts for c in p.copies if c.is_queued]
-            fetched = [c for to, c in copies if _comes_home(cut, c, to)]
-            others = [(to, c) for to, c in copies if not _comes_home(cut, c, to)]
             computing = [part for part in parts if part.computes]
-            computing.sort(
-                key=lambda part: cut.backends[part.backend].is_host
-            )  # which returns when it is done
+            # one in host memory last: its call returns when it is done
+            computing.sort(key=lambda part: cut.backends[part.backend].is_host)
             new = sorted({p.backend for p in parts} - met)
             met.update(new)
             self._beats.append(
                 (
                     [cut.backends[i] for i in new if cut.backends[i].info.kind == "rpc"],
-                    [streams[p.backend] for p in parts if any(not c.is_queued for c in p.copies)],
-                    [(streams[c.home], c.source, c.twin.data, lib.ggml_nbytes(c.source)) for c in fetched],
-                    [streams[i] for i in sorted({c.home for c in fetched})],
-                    [(streams[c.home], streams[to], c.source, c.twin) for to, c in others],
+                    [streams[part.backend] for part in linked],
+                    [_Links(cut, part) for part in linked],
                     [(streams[to], c.twin, c.source.data, lib.ggml_nbytes(c.source)) for to, c in queued],
                     [(streams[part.backend], part.graph) for part in computing],
                 )
@@ -339,17 +346,18 @@ class PartsRun:
     def start(self, runs_ahead: bool = False) -> int:
         """Queue everything; the first status that is no success, else 0. `runs_ahead`: without outputs."""
         failed = 0
-        for workers, streams, fetched, sources, copies, queued, graphs in self._beats:
+        for workers, streams, links, queued, graphs in self._beats:
             for worker in workers if runs_ahead else ():
                 worker.wait_for_answer()  # to the run before
             for stream in streams:
                 self._synchronize(stream)  # what lies where the twins go may still be read
-            for stream, source, data, n_bytes in fetched:  # one wait for all that comes to host memory
-                self._get(stream, source, data, 0, n_bytes)
-            for stream in sources:
-                self._synchronize(stream)
-            for source_stream, stream, source, twin in copies:
-                self._copy(source_stream, stream, source, twin)
+            for link in links:
+                for stream, source, data, n_bytes in link.fetched:
+                    self._get(stream, source, data, 0, n_bytes)
+                for stream in link.sources:
+                    self._synchronize(stream)
+                for source_stream, stream, source, twin in link.copies:
+                    self._copy(source_stream, stream, source, twin)
             for stream, twin, data, n_bytes in queued:
                 self._queue(stream, twin, data, 0, n_bytes)
             for stream, graph in graphs:

@@ -11,18 +11,22 @@ from typing import Any, Final
 import pytest
 
 from pyggml_dflash.engine.assembly import DEFAULT_MODEL
+from pyggml_dflash.engine.batching import Batching
 from pyggml_dflash.engine.drafting import Proposal
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.loaded import Loaded
+from pyggml_dflash.engine.ragged import Ragged
 from pyggml_dflash.engine.record_space import RecordSpace
 from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.errors import BackendError
+from pyggml_dflash.ggml.padding import Padding, Paddings
 from pyggml_dflash.requests import GenerationRequest, GenerationResult, SpeculationStats
 from tests.drafts.drafted import draft_file
 from tests.drafts.generated import loaded_model
 from tests.drafts.speculated import Tell, Told
 from tests.engine.arrivals import ARRIVALS, Arrival, seen, serve, short_and_long
 from tests.engine.served import Reader, answered
+from tests.engine.workers import workers
 from tests.reference.stored import model_file
 
 N_SLOTS: Final = 4
@@ -255,9 +259,7 @@ def test_a_drafter_that_fails_is_put_aside_for_its_own_sequence(loaded: Loaded, 
     assert answered(loaded, asked[1]).plain_reason is None
 
 
-def test_rows_that_cannot_be_kept_fail_their_own_request(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_that_fails_fails_its_own_request(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests()
     alone = [answered(loaded, plainly(request)) for request in asked]
     n = 0
@@ -310,7 +312,7 @@ def test_a_stored_state_brings_its_drafters_into_any_slot(case: tuple[str, str],
 
 
 def test_rooms_of_the_record_do_not_meet() -> None:
-    for n_slots, most, width in ((1, 64, 4), (2, 64, 4), (4, 512, 16), (3, 8, 40)):
+    for n_slots, most, width in ((1, 64, 4), (2, 64, 4), (4, 512, 16), (3, 8, 4), (3, 40, 40)):
         space = RecordSpace(n_slots, most, width)
         rooms = [space.own(slot) for slot in range(n_slots)]
         rooms = [space.shared, *rooms] if n_slots > 1 else rooms
@@ -318,6 +320,47 @@ def test_rooms_of_the_record_do_not_meet() -> None:
         assert len(set(taken)) == len(taken) <= space.n_rows == max(taken) + 1
         # the row in front of a room keeps what the room before it does not write
         assert all(room.first == 0 or room.first - 1 not in taken for room in rooms)
-        assert all(room.n_rows >= width for room in rooms[n_slots > 1 :])
+        assert all(width <= room.n_rows <= space.shared.n_rows for room in rooms)
         assert space.has(0, space.own(0).first, width)
         assert not space.has(0, space.own(0).first + space.own(0).n_rows, 1)
+
+
+# on a device that has no host memory
+
+
+@pytest.mark.parametrize(("case", "slots", "width", "chunk"), [(CASES[0], 3, WIDTH, 8), (CASES[3], 1, 2, 2)])
+def test_a_device_gets_embeddings_of_more_drafted_rows_than_its_chunks_have(
+    case: tuple[str, str], slots: int, width: int, chunk: int, tmp_path: Path
+) -> None:
+    """Of as many as wait for a drafter, or as its block has; states are put back from snapshots there."""
+    model, chosen = options_of(case, tmp_path)
+    chosen |= {"slots": slots, "spec_width": width, "chunk": chunk, "prefix_cache_max_mib": 0}
+    with workers(1) as (worker,), loaded_model(model, device=worker.name, **chosen) as loaded:
+        core, forwards, asked = loaded.core, loaded.core._forwards, requests(slots)
+        assert forwards.gather is not None
+        assert forwards.recording is not None
+        assert forwards.recording.update == "snapshots"
+        if slots > 1:
+            forwards.use(together(slots, width))
+            core._ragged = Ragged(forwards, core._drafters, core._backlogs, core._failures)
+        alone = [answered(loaded, plainly(request)) for request in asked]
+        with told(loaded, texts_of(alone, asked)):
+            readers = [Reader(request) for request in asked]
+            serve(loaded, [Arrival(0, reader) for reader in readers])
+        results = [reader.result() for reader in readers]
+        assert [result.tokens for result in results] == [result.tokens for result in alone]
+        assert all(stats.accepted > 0 for stats in stats_of(results))
+        assert (sum(stats.shared_steps for stats in stats_of(results)) > 0) == (slots > 1)
+
+
+def together(n_slots: int, width: int) -> Batching:
+    """What is found of weights in single precision, however long a worker takes for it."""
+    return Batching(
+        mode="padded",
+        rows=n_slots,
+        exact=True,
+        reason="two rows and more agree",
+        verify_rows=width,
+        ragged_rows=n_slots * width,
+        paddings=Paddings(others=Padding(least=2)),
+    )

@@ -217,6 +217,7 @@ class PromptReuse:
     n_common: int
     stop: str
     tier: Tier | None  # where the state was; None: nothing was reused
+    holds_answer: bool = False  # a whole earlier answer of the conversation is part of what was reused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

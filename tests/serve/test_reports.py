@@ -76,6 +76,26 @@ def test_props_has_what_the_engine_chose(server: Live, pico: Engine) -> None:
     assert props["build_info"].endswith("props_schema=2")
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/health", "/props", "/slots", "/metrics", "/v1/models", "/v1/models/no", "/openapi.json", "/no"],
+)
+def test_head_is_answered_like_get_without_a_body(server: Live, path: str) -> None:
+    with server.client() as client:
+        asked, told = client.get(path), client.head(path)
+        assert client.get("/health").status_code == 200  # on the same connection: nothing was left on it
+    assert (told.status_code, told.content) == (asked.status_code, b"")
+    assert told.headers["content-type"] == asked.headers["content-type"]
+    assert int(told.headers["content-length"]) > 0
+
+
+def test_head_needs_the_key_that_get_needs_and_posts_have_none(pico: Engine) -> None:
+    with live(pico, api_key="k") as server, server.client() as client:
+        assert [client.head(path).status_code for path in ("/health", "/props")] == [200, 401]
+        told = client.head(CHAT, headers={"x-api-key": "k"})
+        assert (told.status_code, told.headers["allow"]) == (405, "POST")
+
+
 def test_props_shows_whole_paths_only_when_asked_to(pico: Engine) -> None:
     with live(pico, show_paths=True) as server:
         assert server.get("/props").json()["model_path"] == str(pico.info.model)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
+    from pyggml_dflash.measures import DeviceMemory, Histogram, PoolReport
     from pyggml_dflash.options import EngineOptions, SamplingOptions
     from pyggml_dflash.requests import (
         Constraint,
@@ -98,6 +99,7 @@ _MODULES = {
         "UnsupportedModelError",
         "UsageError",
     ),
+    "measures": ("DeviceMemory", "Histogram", "PoolReport"),
     "options": ("EngineOptions", "SamplingOptions"),
     "requests": (
         "Constraint",
@@ -135,6 +137,7 @@ __all__ = [
     "DamagedFileError",
     "DeviceInfo",
     "DeviceLostError",
+    "DeviceMemory",
     "DeviceMemoryError",
     "DflashError",
     "Engine",
@@ -147,7 +150,9 @@ __all__ = [
     "FolderStats",
     "GenerationRequest",
     "GenerationResult",
+    "Histogram",
     "ModelFileError",
+    "PoolReport",
     "Progress",
     "PromptReuse",
     "QueueFullError",

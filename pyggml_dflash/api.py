@@ -622,8 +622,8 @@ class Engine:
         return self._loaded.fit
 
     def stats(self) -> EngineStats:
-        """What the engine does now, and did since it was opened: requests, slots, trims of scratch pools,
-        most memory held."""
+        """What the engine does now, and did since it was opened: requests, slots, stored states,
+        scratch pools and their trims, memory of devices."""
         return self._thread.stats()
 
     def trim(self) -> int:
@@ -640,6 +640,11 @@ class Engine:
     def snapshots(self) -> Snapshots:
         """The stored states that prompts continue."""
         return Snapshots(self._thread)
+
+    @property
+    def alive(self) -> bool:
+        """True until `close`; False also after a failure that ended the engine's thread."""
+        return self._thread.alive
 
     @property
     def parked(self) -> bool:

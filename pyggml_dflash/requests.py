@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from pyggml_dflash.errors import UsageError
+from pyggml_dflash.measures import DeviceMemory, Histogram, PoolReport
 from pyggml_dflash.options import (
     Auto,
     SamplingOptions,
@@ -217,6 +218,7 @@ class PromptReuse:
     n_common: int
     stop: str
     tier: Tier | None  # where the state was; None: nothing was reused
+    holds_answer: bool = False  # a whole earlier answer of the conversation is part of what was reused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,12 +306,12 @@ class SnapshotStats:
     limit_bytes: int  # 0: there was no room for any
     captured: int
     captured_bytes: int
-    capture_s: float
+    capture_times: Histogram
     capture_failures: Mapping[str, int]  # by reason, as all mappings here
     capture_skips: Mapping[str, int]
     restored: int
     restored_bytes: int
-    restore_s: float
+    restore_times: Histogram
     unusable: Mapping[str, int]  # states that could not be restored, and were dropped
     without_drafter: int  # captures and restores that left out what a drafter knows
     evicted: int
@@ -341,7 +343,10 @@ class EngineStats:
     requests: RequestCounts = field(default_factory=RequestCounts)
     slots: tuple[SlotInfo, ...] = ()
     step_failures: int = 0  # steps of a slot that failed; each is tried once more where that is possible
-
+    allocation_retries: int = 0  # memory for a graph was refused, and asked for again after a trim
+    granule_times: Histogram = field(default_factory=Histogram)  # of the prompts' forwards in one step
+    pool: PoolReport = field(default_factory=PoolReport)
+    devices: Mapping[str, DeviceMemory] = field(default_factory=dict)  # those of this machine, by name
     snapshots: SnapshotStats | None = None  # None: states are not stored
 
 

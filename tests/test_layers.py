@@ -17,6 +17,7 @@ SOURCES: Final = (ROOT / "pyggml_dflash", ROOT / "cli" / "dflash_cli")
 LAYERS: Final = {
     "pyggml_dflash.errors": 0,
     "pyggml_dflash.extras": 0,
+    "pyggml_dflash.measures": 0,
     "pyggml_dflash.options": 0,
     "pyggml_dflash.requests": 0,
     "pyggml_dflash.ggml": 1,

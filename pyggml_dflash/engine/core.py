@@ -408,6 +408,7 @@ class EngineCore:
         self._check_thread()
         self._failures.n += parked._failures.n
         self.trims.add(parked.trims.counts)
+        self.trims.n_relieved += parked.trims.n_relieved
 
     def release_scratch(self) -> None:
         """Give scratch memory back; called when nothing is waiting."""

@@ -32,7 +32,7 @@ from pyggml_dflash.requests import (
     TokenLogprob,
     Usage,
 )
-from pyggml_dflash.state.cuts import turn_boundaries
+from pyggml_dflash.state.cuts import holds_answer, turn_boundaries
 from pyggml_dflash.state.prefix_match import Match
 
 
@@ -66,6 +66,7 @@ class Generation:
         self._drafts, self._width = loaded.drafts(request), loaded.width(request)
         self._no_drafter = loaded.info.spec_reason
         markers = loaded.markers
+        self._markers = markers
         self._boundaries = () if markers is None else tuple(turn_boundaries(request.tokens, markers))
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -186,7 +187,7 @@ class Generation:
             logprobs=tuple(self._logprobs),
             speculation=None if speculation is None else speculation.stats,
             plain_reason=self._plain_reason(seat),
-            reuse=None if seat is None or seat.prompt is None else _reuse_of(seat.prompt.match),
+            reuse=None if seat is None or seat.prompt is None else self._reuse(seat.prompt.match),
         )
 
     def _plain_reason(self, seat: Seat | None) -> str | None:
@@ -198,6 +199,12 @@ class Generation:
             return seat.plain_reason
         return None if seat.speculation is None else seat.speculation.why_plain
 
-
-def _reuse_of(match: Match) -> PromptReuse:
-    return PromptReuse(n_reused=match.n_reused, n_common=match.n_common, stop=match.stop, tier=match.tier)
+    def _reuse(self, match: Match) -> PromptReuse:
+        tokens, markers, n_reused = self._request.tokens, self._markers, match.n_reused
+        return PromptReuse(
+            n_reused=n_reused,
+            n_common=match.n_common,
+            stop=match.stop,
+            tier=match.tier,
+            holds_answer=markers is not None and holds_answer(tokens, self._boundaries, n_reused, markers),
+        )

@@ -30,6 +30,7 @@ class EngineInfo:
     name: str
     architecture: str
     device: str
+    backend: str  # what computes on the device, as ggml calls it: 'CPU', 'CUDA', 'ROCm', 'Vulkan', 'RPC'
     devices: tuple[str, ...]  # that compute, the target first
     split: str  # what lies apart: 'none', 'experts' or 'layers'
     placement: str  # what lies where, and why
@@ -37,6 +38,7 @@ class EngineInfo:
     n_ctx: int
     n_ctx_train: int
     n_vocab: int
+    tokenizer: str  # how it cuts text, by the name in the file
     n_layer: int
     slots: int
     chunk: int
@@ -48,6 +50,7 @@ class EngineInfo:
     weight_bytes: dict[str, int]  # by where they lie: 'mapped', 'uploaded', or a repacked layout
     state_bytes: int
     has_chat_template: bool
+    tools_supported: bool  # the chat template has a place for them
     reasoning_supported: bool
     spec: str  # 'off', or the drafter: 'dflash', 'mtp'
     spec_reason: str | None  # why there is no drafter

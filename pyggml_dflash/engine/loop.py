@@ -127,6 +127,11 @@ class EngineThread:
         return self.call(read, when_parked=True)
 
     @property
+    def alive(self) -> bool:
+        """True while the thread runs, with a model or parked."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def parked(self) -> bool:
         """True while there is no model."""
         return self._parked

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
 
-from pyggml_dflash.errors import BackendError
+from pyggml_dflash.errors import BackendError, EngineClosed
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.pool import PoolStats, has_legacy_pool, pool_stats, trim_pool
+from pyggml_dflash.measures import PoolReport
 from pyggml_dflash.options import Auto
 from pyggml_dflash.requests import TrimStats
 
@@ -134,6 +135,7 @@ class PoolTrims:
         self._adaptive = AdaptiveTrim()
         self._counts: dict[str, TrimStats] = {}
         self._deferred: TrimReason | None = None
+        self.n_relieved = 0  # allocations that failed, to be tried again
         if interval != "auto" and 0 < interval < chunk:
             LOG.warning(
                 "a trim interval of %d tokens is below the chunk of %d: pools are trimmed after every chunk, "
@@ -146,6 +148,19 @@ class PoolTrims:
     def counts(self) -> tuple[TrimStats, ...]:
         """What was done so far, by reason."""
         return tuple(self._counts.values())
+
+    def report(self) -> PoolReport:
+        """The pools now; there are none once their backends are closed."""
+        try:
+            stats = self._pools.stats()
+        except EngineClosed:
+            return PoolReport()
+        return PoolReport(
+            kind="legacy" if stats.n_legacy_pools else "vmm" if stats.n_pools else "none",
+            live_bytes=stats.live_bytes,
+            cached_bytes=stats.cached_bytes,
+            vmm_bytes=stats.vmm_bytes,
+        )
 
     def add(self, earlier: Sequence[TrimStats]) -> None:
         """Count in what was done before, for an engine that was parked meanwhile."""
@@ -187,6 +202,7 @@ class PoolTrims:
 
     def relieve(self) -> None:
         """Make room after an allocation that failed."""
+        self.n_relieved += 1
         self._trim_if_legacy("allocation")
 
     def release_scratch(self) -> None:

@@ -18,6 +18,9 @@ from pyggml_dflash.engine.scheduler import Scheduler
 from pyggml_dflash.engine.seat import Seat
 from pyggml_dflash.engine.step import Admission, Granule, Outcome, StepReport
 from pyggml_dflash.errors import EngineClosed
+from pyggml_dflash.ggml.device import memory_now
+from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.measures import DeviceMemory, Histogram
 from pyggml_dflash.requests import EngineStats, RequestCounts, RequestState
 
 
@@ -107,6 +110,7 @@ class Serving:
         self._counted_s = 0.0  # up to when the time of steps is counted
         self._seated: dict[int, Seated] = {}
         self._ended: Counter[str] = Counter()
+        self._granules = Histogram()
 
     @property
     def is_idle(self) -> bool:
@@ -171,6 +175,8 @@ class Serving:
             self._count()
         elif not plan.is_empty:
             report = self._core.step(plan)
+            if plan.prefill:
+                self._granules = self._granules.including(report.prefill_s)
             if plan.decode:
                 self._count(report.prefill_s)
             self._deliver(report)
@@ -271,11 +277,23 @@ class Serving:
 
     def stats(self) -> EngineStats:
         """What the engine does, and did so far."""
-        stats = self._core.stats()
+        stats, trims = self._core.stats(), self._core.trims
         requests = {id: seated.waiting.id for id, seated in self._seated.items()}
         counts = {name: self._ended[name] for name in ("done", "cancelled", "failed")}
         return replace(
             stats,
             requests=RequestCounts(running=len(self._seated), waiting=self._scheduler.n_waiting, **counts),
             slots=tuple(replace(slot, request=requests.get(slot.id)) for slot in stats.slots),
+            allocation_retries=trims.n_relieved,
+            granule_times=self._granules,
+            pool=trims.report(),
+            devices=_memory_of_devices(self._core.ledger),
         )
+
+
+def _memory_of_devices(ledger: Ledger) -> dict[str, DeviceMemory]:
+    """What the devices that something was charged to have, within their caps."""
+    return {
+        name: DeviceMemory(total_bytes=ledger.total(name, total), free_bytes=ledger.free(name, free))
+        for name, (free, total) in memory_now(ledger.devices()).items()
+    }

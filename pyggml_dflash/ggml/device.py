@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -108,6 +109,14 @@ def _info(dev: CData) -> DeviceInfo:
 def devices() -> tuple[DeviceInfo, ...]:
     """Every device of this build, in ggml's order, with its memory now."""
     return tuple(_info(lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count()))
+
+
+def memory_now(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """(free, total) bytes of this machine's devices that have one of the names; workers are not asked."""
+    wanted = set(names)
+    listed = (lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count()))
+    infos = [_info(dev) for dev in listed if c_string(lib.ggml_backend_dev_name(dev)) in wanted]
+    return {info.name: (info.memory_free, info.memory_total) for info in infos}
 
 
 def ggml_version() -> str:

@@ -78,5 +78,9 @@ class Ledger:
         cap = self.caps.get(device)
         return driver_free if cap is None else min(driver_free, max(0, cap - self.charged(device)))
 
+    def total(self, device: str, driver_total: int) -> int:
+        """The device's size: the driver's figure or the cap, the smaller."""
+        return min(driver_total, self.caps.get(device, driver_total))
+
     def _release(self, charge: Charge) -> None:
         self._held.get(charge.device, Counter())[charge.label] -= charge.n_bytes

@@ -54,6 +54,7 @@ class ChatTemplate:
     """
 
     exists: bool  # False: there is nothing to render with
+    tools_supported: bool  # the template has a place for them
     reasoning_supported: bool  # the template has a switch for it
     form: AnswerForm  # how the model writes its answers
 
@@ -69,6 +70,7 @@ class ChatTemplate:
         if source is not None:
             self._compile(source)
         self.exists = source is not None
+        self.tools_supported = "tools" in self._reads
         self.reasoning_supported = any(switch in self._reads for switch in _SWITCHES)
         self.form = _form("" if source is None else source)
 
@@ -156,7 +158,7 @@ class ChatTemplate:
         read_tools(tools)
         if not tools:
             return {"tools": None}
-        if "tools" not in self._reads:
+        if not self.tools_supported:
             raise UsageError("tools cannot be used: this model's chat template has no place for them")
         return {"tools": [dict(tool) for tool in tools]}
 

@@ -47,6 +47,8 @@ class Guard:
             return
         started, status = time.perf_counter(), 499  # the client went before there was an answer
         scope[_ID] = f"req_{uuid.uuid4().hex}"
+        # HEAD is GET whose body is not sent; a route is found, and left in the scope, as for that.
+        asked = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -55,17 +57,19 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = headers["request-id"] = scope[_ID]
                 headers["x-content-type-options"] = "nosniff"
+            elif asked is not scope:
+                message = {**message, "body": b""}
             await send(message)
 
         try:
             headers = Headers(scope=scope)
             problem = self._problem(scope, headers)
             if problem is None:
-                await self._app(scope, self._limited(receive), counted)
+                await self._app(asked, self._limited(receive), counted)
             else:
                 await problem.response(scope["path"])(scope, receive, counted)
         finally:
-            route = scope.get("route")
+            route = asked.get("route")
             self._metrics.on_request(getattr(route, "path", "other"), status)
             seconds = time.perf_counter() - started
             LOG.info("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, scope[_ID])

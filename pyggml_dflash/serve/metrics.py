@@ -5,14 +5,16 @@ Each server has a registry of its own. What the engine and the desk know is read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pyggml_dflash.requests import GenerationResult, SnapshotStats
+from pyggml_dflash.measures import Histogram as Durations
+from pyggml_dflash.requests import EngineStats, GenerationResult, SnapshotStats, TrimStats
 
 if TYPE_CHECKING:
     from pyggml_dflash.serve.service import Reading, Service
@@ -106,22 +108,61 @@ class _Now(Collector):
             for kind, n_bytes in by_kind.items():
                 held.add_metric([device, kind], n_bytes)
         yield held
-        peak = GaugeMetricFamily("dflash_memory_peak_bytes", "Most bytes held.", labels=["device"])
-        for device, n_bytes in self._reading.stats.peak_bytes.items():
-            peak.add_metric([device], n_bytes)
-        yield peak
-        trims = CounterMetricFamily("dflash_trims", "Trims of scratch pools.", labels=["reason"])
-        freed = CounterMetricFamily("dflash_trimmed_bytes", "Bytes that trims gave back.", labels=["reason"])
-        took = CounterMetricFamily("dflash_trim_seconds", "Seconds of trims.", labels=["reason"])
-        for trim in self._reading.stats.trims:
-            trims.add_metric([trim.reason], trim.n_trims)
-            freed.add_metric([trim.reason], trim.released_bytes)
-            took.add_metric([trim.reason], trim.seconds)
-        yield from (trims, freed, took)
-        failures = self._reading.stats.step_failures
-        yield CounterMetricFamily("dflash_step_failures", "Steps of a slot that failed.", failures)
-        if self._reading.stats.snapshots is not None:
-            yield from _stored(self._reading.stats.snapshots)
+        stats = self._reading.stats
+        yield from _devices(stats)
+        yield from _trims(stats.trims)
+        for name, what, n in (
+            ("step_failures", "Steps of a slot that failed.", stats.step_failures),
+            (
+                "allocation_retries",
+                "Refused allocations, tried again after a trim.",
+                stats.allocation_retries,
+            ),
+        ):
+            yield CounterMetricFamily(f"dflash_{name}", what, n)
+        yield _durations(
+            "granule", "Of prompts' forwards in one step, for which answers wait.", stats.granule_times
+        )
+        if stats.snapshots is not None:
+            yield from _stored(stats.snapshots)
+
+
+def _devices(stats: EngineStats) -> Iterator[Metric]:
+    """Gauges of devices: memory as the system tells it, the most that was held, scratch pools."""
+    peak = GaugeMetricFamily("dflash_memory_peak_bytes", "Most bytes held.", labels=["device"])
+    for device, n_bytes in stats.peak_bytes.items():
+        peak.add_metric([device], n_bytes)
+    free = GaugeMetricFamily("dflash_device_free_bytes", "Bytes that anybody may take.", labels=["device"])
+    total = GaugeMetricFamily("dflash_device_total_bytes", "Bytes of a device.", labels=["device"])
+    for device, memory in stats.devices.items():
+        free.add_metric([device], memory.free_bytes)
+        total.add_metric([device], memory.total_bytes)
+    yield from (peak, free, total)
+    for name, what, n_bytes in (
+        ("live", "Bytes of legacy scratch pools in use.", stats.pool.live_bytes),
+        ("cached", "Bytes of legacy scratch pools that a trim gives back.", stats.pool.cached_bytes),
+        ("vmm", "Bytes mapped by virtual-memory scratch pools.", stats.pool.vmm_bytes),
+    ):
+        yield GaugeMetricFamily(f"dflash_pool_{name}_bytes", what, n_bytes)
+
+
+def _trims(stats: Sequence[TrimStats]) -> Iterator[Metric]:
+    """Counters of trims by reason."""
+    trims = CounterMetricFamily("dflash_trims", "Trims of scratch pools.", labels=["reason"])
+    freed = CounterMetricFamily("dflash_trimmed_bytes", "Bytes that trims gave back.", labels=["reason"])
+    took = CounterMetricFamily("dflash_trim_seconds", "Seconds of trims.", labels=["reason"])
+    for trim in stats:
+        trims.add_metric([trim.reason], trim.n_trims)
+        freed.add_metric([trim.reason], trim.released_bytes)
+        took.add_metric([trim.reason], trim.seconds)
+    yield from (trims, freed, took)
+
+
+def _durations(name: str, what: str, times: Durations) -> Metric:
+    """A histogram, whose buckets have all that is below their bound."""
+    bounds = (*map(str, times.bounds_s), "+Inf")
+    buckets = list(zip(bounds, accumulate(times.counts), strict=True))
+    return HistogramMetricFamily(f"dflash_{name}_seconds", what, buckets=buckets, sum_value=times.sum_s)
 
 
 def _stored(stats: SnapshotStats) -> Iterator[Metric]:
@@ -131,12 +172,12 @@ def _stored(stats: SnapshotStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("dflash_snapshot_limit_bytes", "Most bytes of them.", stats.limit_bytes)
     for name, what, n in (
         ("captures", "States that were stored.", stats.captured),
-        ("capture_seconds", "Seconds of storing them.", stats.capture_s),
         ("restores", "Stored states that prompts continued.", stats.restored),
-        ("restore_seconds", "Seconds of restoring them.", stats.restore_s),
         ("evictions", "Stored states that gave way to others.", stats.evicted),
     ):
         yield CounterMetricFamily(f"dflash_{name}", what, n)
+    yield _durations("capture", "Of storing a state.", stats.capture_times)
+    yield _durations("restore", "Of restoring a stored state.", stats.restore_times)
     for name, what, label, counts in (
         ("capture_failures", "States that could not be stored.", "reason", stats.capture_failures),
         ("capture_skips", "States that were not worth storing.", "reason", stats.capture_skips),

@@ -39,8 +39,16 @@ class UsageBody(ResponseBody):
 class TimingsBody(ResponseBody):
     """How long the phases took; of several answers the first one's."""
 
-    cached_prefix_tokens: int
-    prefilled_tokens: int
+    cached_prefix_tokens: int = Field(
+        description="Tokens of the prompt that were continued from a stored state."
+    )
+    prefilled_tokens: int = Field(description="Tokens of the prompt that were computed.")
+    effective_prompt_tokens: int = Field(
+        description="Both: the prompt as the model reads it, never shortened."
+    )
+    agent_turn_cache_hit: bool = Field(
+        description="What was continued holds an earlier answer of this conversation, as a whole."
+    )
     queue_ms: float
     prefill_ms: float
     decode_ms: float
@@ -207,10 +215,12 @@ def usage_body(endings: list[Ending], n_prompt: int) -> UsageBody:
 
 def timings_body(result: GenerationResult) -> TimingsBody:
     """Milliseconds of one answer."""
-    usage, timings, spec = result.usage, result.timings, result.speculation
+    usage, timings, spec, reuse = result.usage, result.timings, result.speculation, result.reuse
     return TimingsBody(
         cached_prefix_tokens=usage.cached_tokens,
         prefilled_tokens=usage.prompt_tokens - usage.cached_tokens,
+        effective_prompt_tokens=usage.prompt_tokens,
+        agent_turn_cache_hit=reuse is not None and reuse.holds_answer,
         queue_ms=1000 * timings.queue_s,
         prefill_ms=1000 * timings.prefill_s,
         decode_ms=1000 * timings.decode_s,

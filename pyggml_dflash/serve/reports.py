@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import Field
 
-from pyggml_dflash import __version__
-from pyggml_dflash.api import EngineInfo
 from pyggml_dflash.requests import SlotInfo
 from pyggml_dflash.serve.bodies import ResponseBody, json_response
-from pyggml_dflash.serve.desk import Ticket, Totals
+from pyggml_dflash.serve.desk import Ticket
 from pyggml_dflash.serve.documents import report_responses, responses
+from pyggml_dflash.serve.properties import properties
 from pyggml_dflash.serve.service import Reading, Service
-from pyggml_dflash.serve.settings import ServeOptions
 
-SCHEMA: Final = 2  # of /props
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(ResponseBody):
-    """200 when requests are answered, 503 while the model loads or is parked."""
+    """200 when requests are answered, 503 while the model loads or is parked, and once the engine stopped."""
 
-    status: Literal["ok", "loading", "parked"]
+    status: Literal["ok", "loading", "parked", "stopped"]
     loaded_part: float = Field(description="Of the weights.")
 
 
@@ -96,6 +90,8 @@ def report_routes(service: Service) -> APIRouter:
         """Whether requests are answered."""
         if not service.is_ready:
             return json_response(Health(status="loading", loaded_part=service.loaded_part), 503)
+        if not service.engine.alive:
+            return json_response(Health(status="stopped", loaded_part=0.0), 503)
         if service.engine.parked:
             return json_response(Health(status="parked", loaded_part=0.0), 503)
         return json_response(Health(status="ok", loaded_part=1.0))
@@ -199,32 +195,6 @@ def _slot(slot: SlotInfo, ticket: Ticket | None, n_ctx: int, spec: str) -> SlotB
     )
 
 
-def properties(service: Service, reading: Reading) -> dict[str, Any]:
-    """The body of /props; sections whose feature is off are left out, not made up."""
-    engine, options = service.engine, service.options
-    info, totals = engine.info, service.desk.totals
-    report = {
-        "build_info": f"pyggml-dflash {__version__}; props_schema={SCHEMA}",
-        "model": _model(info),
-        "model_alias": list(options.model_names),
-        "model_path": info.model,
-        "default_generation_settings": _generation(info, options),
-        "reasoning": {"supported": info.reasoning_supported},
-        "runtime": _runtime(service, reading),
-        "memory": reading.memory,
-        "memory_taken_s": reading.taken_s,
-        "memory_plan": engine.fit_report(),
-        "prefix_cache": _prefix_cache(service, reading),
-        "parked": engine.parked,
-        "speculative_mode": info.spec,
-        "speculative": _speculation(info, totals),
-        "totals": totals,
-        "server": _server(options),
-    }
-    shown: dict[str, Any] = plain(report, whole_paths=options.show_paths)
-    return shown
-
-
 def endpoints(app: FastAPI) -> list[str]:
     """What may be asked: methods with their paths."""
     return [
@@ -232,115 +202,3 @@ def endpoints(app: FastAPI) -> list[str]:
         for path, operations in app.openapi()["paths"].items()
         for method in operations
     ]
-
-
-def _model(info: EngineInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "arch": info.architecture,
-        "n_vocab": info.n_vocab,
-        "n_layer": info.n_layer,
-        "n_ctx_train": info.n_ctx_train,
-        "weight_bytes": info.weight_bytes,
-        "draft": info.draft,
-        "has_chat_template": info.has_chat_template,
-    }
-
-
-def _prefix_cache(service: Service, reading: Reading) -> dict[str, Any]:
-    totals, stored = service.desk.totals, reading.stats.snapshots
-    return {
-        "capacity": 0 if stored is None else service.engine.options.prefix_cache_entries,
-        "in_use": 0 if stored is None else stored.n_states,
-        "lifetime_hits": totals.cache_hits,
-        "cached_tokens": totals.cached_tokens,
-        "stored": stored,
-    }
-
-
-def _generation(info: EngineInfo, options: ServeOptions) -> dict[str, Any]:
-    sampling = options.sampling
-    return {
-        "n_ctx": info.n_ctx,
-        "max_tokens": options.default_max_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repeat_penalty": sampling.repetition_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "seed": sampling.seed,
-    }
-
-
-def _speculation(info: EngineInfo, totals: Totals) -> dict[str, Any]:
-    return {
-        "reason": info.spec_reason,
-        "verify_steps": totals.verify_steps,
-        "drafted": totals.drafted,
-        "accepted": totals.accepted,
-        "acceptance_length": 1 + totals.accepted / totals.verify_steps if totals.verify_steps else None,
-    }
-
-
-def _server(options: ServeOptions) -> dict[str, Any]:
-    return {
-        "queue_limit": options.queue_limit,
-        "max_body_bytes": options.max_body_bytes,
-        "max_messages": options.max_messages,
-        "max_choices": options.max_choices,
-        "api_key": options.api_key is not None,
-        "cors_origins": list(options.cors_origins),
-    }
-
-
-def _runtime(service: Service, reading: Reading) -> dict[str, Any]:
-    engine = service.engine
-    info = engine.info
-    trims = reading.stats.trims
-    return {
-        "max_ctx": info.n_ctx,
-        "chunk": info.chunk,
-        "stream_experts": info.stream_rows,
-        "granule": info.granule,
-        "slots": service.desk.n_slots,
-        "decode_mode": info.decode_mode,
-        "decode_rows": info.decode_rows,
-        "decode_reason": info.decode_reason,
-        "device": info.device,
-        "devices": info.devices,
-        "split": info.split,
-        "placement": info.placement,
-        "threads": info.threads,
-        "cache_type_k": info.cache_type_k,
-        "cache_type_v": info.cache_type_v,
-        "flash_attn": info.flash_attn,
-        "pool": {
-            "interval": engine.options.trim_interval,
-            "trims": sum(trim.n_trims for trim in trims),
-            "bytes": sum(trim.released_bytes for trim in trims),
-        },
-        "fit": {
-            "requested": engine.fit_report().requested,
-            "trained": info.n_ctx_train,
-            "fitted": info.n_ctx,
-            "probes": len(engine.fit_report().trace),
-        },
-    }
-
-
-def plain(value: Any, *, whole_paths: bool) -> Any:
-    """`value` in the types that JSON has; a path is its last part unless whole ones are wanted."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return {name: plain(getattr(value, name), whole_paths=whole_paths) for name in fields}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, whole_paths=whole_paths) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, whole_paths=whole_paths) for item in value]
-    if isinstance(value, Path):
-        return str(value) if whole_paths else value.name
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -73,6 +73,22 @@ def turn_boundaries(tokens: Sequence[int], markers: TurnMarkers) -> list[int]:
     return found[:MAX_BOUNDARIES]
 
 
+def holds_answer(
+    tokens: Sequence[int], boundaries: Sequence[int], n_tokens: int, markers: TurnMarkers
+) -> bool:
+    """True if the first `n_tokens` hold a whole turn, behind the first, of the role that the last turn has.
+
+    A rendered conversation ends with a turn that the model has to write, so these are its earlier answers.
+    `boundaries` are those of `turn_boundaries`. What follows one tells the role, or what is before it where
+    turns have no ends.
+    """
+    back = 0 if markers.ends else 1
+    roles = [tokens[b - back] if b - back < len(tokens) else None for b in boundaries]
+    return any(
+        role == roles[-1] and after <= n_tokens for role, after in zip(roles, boundaries[1:], strict=False)
+    )
+
+
 def cut_points(
     n_tokens: int, boundaries: Sequence[int], *, spacing: int = SPACING, min_cut: int = MIN_CUT
 ) -> list[int]:

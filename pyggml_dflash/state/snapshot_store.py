@@ -21,6 +21,7 @@ from pyggml_dflash.ggml.arena import host_view, write, zero
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.tensor import Tensor
 from pyggml_dflash.ggml.transfer import Transfer
+from pyggml_dflash.measures import Histogram
 from pyggml_dflash.state.slot import RECENT_TOKENS, Slot, SlotTable
 from pyggml_dflash.state.snapshot import Contents, Room, Snapshot, SnapshotMemory, Tokens, frozen_tokens
 from pyggml_dflash.state.strips import Companion, Part, layout_strips, slot_parts, snapshot_bytes
@@ -44,10 +45,10 @@ class SnapshotCounters:
 
     n_captured: int = 0
     captured_bytes: int = 0
-    capture_s: float = 0.0
+    capture_times: Histogram = field(default_factory=Histogram)
     n_restored: int = 0
     restored_bytes: int = 0
-    restore_s: float = 0.0
+    restore_times: Histogram = field(default_factory=Histogram)
     n_without_companion: int = 0  # captures and restores that had to leave a companion's strips out
     skipped: Counter[str] = field(default_factory=Counter)  # captures and loads not tried, by reason
     failed: Counter[str] = field(default_factory=Counter)  # captures and loads that failed, by reason
@@ -56,12 +57,14 @@ class SnapshotCounters:
     @property
     def capture_gbs(self) -> float:
         """10^9 bytes per second over all captures; 0 before the first."""
-        return self.captured_bytes / self.capture_s / 1e9 if self.capture_s else 0.0
+        seconds = self.capture_times.sum_s
+        return self.captured_bytes / seconds / 1e9 if seconds else 0.0
 
     @property
     def restore_gbs(self) -> float:
         """10^9 bytes per second over all restores; 0 before the first."""
-        return self.restored_bytes / self.restore_s / 1e9 if self.restore_s else 0.0
+        seconds = self.restore_times.sum_s
+        return self.restored_bytes / seconds / 1e9 if seconds else 0.0
 
 
 class SnapshotStore:
@@ -124,7 +127,8 @@ class SnapshotStore:
             raise
         self.counters.n_captured += 1
         self.counters.captured_bytes += sum(strip.n_bytes for strip in contents.all_strips)
-        self.counters.capture_s += time.perf_counter() - started
+        counters = self.counters
+        counters.capture_times = counters.capture_times.including(time.perf_counter() - started)
         return Snapshot(contents, room, self.memory)
 
     def _companion_state(self, companion: Companion | None, n_past: int) -> tuple[Part, ...]:
@@ -217,7 +221,8 @@ class SnapshotStore:
         slot.resume(n_past, contents.tokens[:n_past][-RECENT_TOKENS:].tolist())
         self.counters.n_restored += 1
         self.counters.restored_bytes += sum(part.strip.n_bytes for part in parts)
-        self.counters.restore_s += time.perf_counter() - started
+        counters = self.counters
+        counters.restore_times = counters.restore_times.including(time.perf_counter() - started)
 
     def _ready_companion(self, contents: Contents, companion: Companion) -> tuple[Part, ...]:
         """Have it forget what it knows; where its strips go, if it is one that can continue from them."""

@@ -162,6 +162,7 @@ def test_counts_go_on_where_they_were(states: Any, monkeypatch: pytest.MonkeyPat
     with qwen(slots=2, prefix_cache_max_mib=states, device_cap={"CPU": 2**30}) as engine:
         counts = (TrimStats(reason="idle", n_trims=2, released_bytes=30, seconds=0.5),)
         engine._loaded.core.trims.add(counts)
+        engine._loaded.core.trims.n_relieved = 3
         for n in (1, 2):
             monkeypatch.setattr(StepGraph, "run", fails_once)
             with pytest.raises(BackendError, match="on purpose"):
@@ -174,6 +175,7 @@ def test_counts_go_on_where_they_were(states: Any, monkeypatch: pytest.MonkeyPat
             engine.unpark()
             for after in (parked, engine.stats()):
                 assert (after.step_failures, after.trims, after.requests) == (n, counts, before.requests)
+                assert (after.allocation_retries, after.granule_times) == (3, before.granule_times)
                 assert after.peak_bytes["CPU"] >= before.peak_bytes["CPU"]
                 assert after.snapshots == before.snapshots
 

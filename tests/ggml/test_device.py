@@ -17,6 +17,7 @@ from pyggml_dflash.ggml.device import (
     choose_device,
     devices,
     host_memory,
+    memory_now,
     physical_cores,
 )
 from pyggml_dflash.ggml.element import ElementType
@@ -47,6 +48,13 @@ def test_there_is_one_cpu_with_memory_that_makes_sense() -> None:
     assert 0 < cpu.memory_free <= cpu.memory_total
     for device in found:
         assert 0 <= device.memory_free <= device.memory_total or device.kind in ("igpu", "meta", "accel")
+
+
+def test_memory_is_read_of_the_devices_that_are_named() -> None:
+    found = memory_now(["CPU", "rpc://127.0.0.1:1", "none"])
+    assert found.keys() == {"CPU"}
+    free, total = found["CPU"]
+    assert 0 < free < total == host_memory()[1]
 
 
 def test_host_memory_is_at_most_what_the_system_has() -> None:

@@ -69,6 +69,12 @@ def test_free_is_what_driver_and_cap_both_leave() -> None:
     assert ledger.free("GPU", 1000) == 1000
 
 
+def test_a_capped_device_is_as_large_as_its_cap_at_most() -> None:
+    ledger = Ledger(caps={"CPU": 100})
+    assert [ledger.total(device, 1000) for device in ("CPU", "CUDA0")] == [100, 1000]
+    assert ledger.total("CPU", 50) == 50
+
+
 def test_a_cap_below_what_is_held_leaves_nothing_free() -> None:
     caps: dict[str, int] = {}
     ledger = Ledger(caps=caps)

@@ -7,6 +7,8 @@ import base64
 import hashlib
 import json
 import re
+from itertools import accumulate
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,8 +19,10 @@ from pyggml_dflash import Engine
 from pyggml_dflash.serve.app import app_of
 from pyggml_dflash.serve.service import Service
 from pyggml_dflash.serve.settings import ServeOptions
-from tests.engine.tiny import opened
-from tests.serve.live import CHAT, STORY, Live, busy, live
+from tests.engine.test_trim import MIB, ScriptedPools
+from tests.engine.tiny import LLAMA, opened
+from tests.serve.live import CHAT, STORY, Live, busy, live, until
+from tests.serve.told import telling
 
 
 def test_a_loaded_server_is_healthy(server: Live) -> None:
@@ -76,6 +80,99 @@ def test_props_has_what_the_engine_chose(server: Live, pico: Engine) -> None:
     assert props["build_info"].endswith("props_schema=2")
 
 
+def test_props_has_every_part_that_clients_of_other_servers_look_for(server: Live, pico: Engine) -> None:
+    props, options = server.get("/props").json(), ServeOptions()
+    assert {"api", "build_info", "capabilities", "daemon", "default_generation_settings", "model"} <= set(
+        props
+    )
+    assert {"memory_plan", "prefix_cache", "reasoning", "runtime", "sampling", "server"} <= set(props)
+    assert props["model_alias"] == server.get("/v1/models").json()["first_id"]
+    assert props["daemon"] == {"alive": True}
+    assert props["model"]["tokenizer_id"] == pico.info.tokenizer != ""
+    assert props["model"]["draft_path"] is None
+    settings, sampling = props["default_generation_settings"], props["sampling"]
+    assert {"n_ctx", "temperature", "top_k", "top_p", "min_p", "repeat_penalty"} <= set(settings)
+    assert sampling["repetition_penalty"] == settings["repeat_penalty"] == options.sampling.repetition_penalty
+    assert props["budget_envelope"] == {"default_max_tokens": None, "reasoning_budget": -1}
+    runtime = props["runtime"]
+    assert runtime["backend"] == "CPU"
+    assert {"cache_type_k", "cache_type_v", "granule", "slots", "decode_mode", "fit", "pool"} <= set(runtime)
+    assert runtime["device_memory"]["CPU"]["total_bytes"] == pico.stats().devices["CPU"].total_bytes
+    names = ("kind", "trim_strategy", "interval", "trims", "bytes")
+    assert [runtime["pool"][name] for name in names] == ["none", "none", 0, 0, 0]
+
+
+def test_capabilities_are_what_requests_may_ask_for(server: Live, tmp_path: Path) -> None:
+    def found(server: Live) -> set[str]:
+        capabilities = server.get("/props").json()["capabilities"]
+        asked = {"messages": STORY, "max_tokens": 1}
+        calls = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
+        for name, more in (("chat", {}), ("tools", calls)):
+            status = server.post(CHAT, {**asked, **more}).status_code
+            assert status == (200 if capabilities[name] else 400)
+        return {name for name, is_there in capabilities.items() if is_there}
+
+    always = {"structured_output", "logprobs", "logit_bias", "streaming"}
+    assert found(server) == always | {"chat", "reasoning", "prefix_cache"}
+    with opened(LLAMA, max_ctx=256, prefix_cache_max_mib=0) as engine, live(engine) as other:
+        assert found(other) == always
+    with telling(tmp_path, "Yes.") as other:
+        assert found(other) == always | {"chat", "tools", "reasoning", "prefix_cache"}
+
+
+def test_scratch_pools_and_their_trims_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stood in for, since a CPU has none: one that holds blocks, which the idle engine trims."""
+    with opened(None, max_ctx=256, trim_interval=8192) as engine, live(engine) as server:
+        pools = ScriptedPools(cached=5 * MIB, live=MIB)
+        monkeypatch.setattr(engine._loaded.core.trims, "_pools", pools)
+        until(lambda: server.get("/props").json()["runtime"]["pool"]["trims"])
+        pools.cached = 3 * MIB
+        monkeypatch.setattr(pools, "is_busy", True)  # so they stay
+        pool = server.get("/props").json()["runtime"]["pool"]
+        assert pool == {
+            "kind": "legacy",
+            "trim_strategy": "overlay",
+            "interval": 8192,
+            "trims": 1,
+            "bytes": 5 * MIB,
+            "live_bytes": MIB,
+            "cached_bytes": 3 * MIB,
+            "vmm_bytes": 0,
+        }
+        assert server.metric("dflash_pool_live_bytes") == MIB
+        assert server.metric("dflash_pool_cached_bytes") == 3 * MIB
+        assert server.metric("dflash_trimmed_bytes_total", reason="idle") == 5 * MIB
+
+
+def test_an_engine_that_stopped_is_not_healthy() -> None:
+    with opened(None, max_ctx=256) as engine, live(engine) as server:
+        assert server.get("/props").json()["daemon"] == {"alive": True}
+        engine.close()
+        health = server.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "stopped")
+        assert server.get("/props").json()["daemon"] == {"alive": False}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/health", "/props", "/slots", "/metrics", "/v1/models", "/v1/models/no", "/openapi.json", "/no"],
+)
+def test_head_is_answered_like_get_without_a_body(server: Live, path: str) -> None:
+    with server.client() as client:
+        asked, told = client.get(path), client.head(path)
+        assert client.get("/health").status_code == 200  # on the same connection: nothing was left on it
+    assert (told.status_code, told.content) == (asked.status_code, b"")
+    assert told.headers["content-type"] == asked.headers["content-type"]
+    assert int(told.headers["content-length"]) > 0
+
+
+def test_head_needs_the_key_that_get_needs_and_posts_have_none(pico: Engine) -> None:
+    with live(pico, api_key="k") as server, server.client() as client:
+        assert [client.head(path).status_code for path in ("/health", "/props")] == [200, 401]
+        told = client.head(CHAT, headers={"x-api-key": "k"})
+        assert (told.status_code, told.headers["allow"]) == (405, "POST")
+
+
 def test_props_shows_whole_paths_only_when_asked_to(pico: Engine) -> None:
     with live(pico, show_paths=True) as server:
         assert server.get("/props").json()["model_path"] == str(pico.info.model)
@@ -121,6 +218,28 @@ def test_metrics_are_what_prometheus_reads(server: Live, pico: Engine) -> None:
     assert families["dflash_max_ctx"].samples[0].value == 512
     assert families["dflash_slots"].samples[0].value == 1
     assert all(name.startswith("dflash_") for name in families)
+    room = {s.labels["device"]: s.value for s in families["dflash_device_total_bytes"].samples}
+    assert room == {name: memory.total_bytes for name, memory in pico.stats().devices.items()}
+    assert 0 < families["dflash_device_free_bytes"].samples[0].value < room["CPU"]
+    assert families["dflash_allocation_retries"].samples[0].value == 0
+
+
+def test_what_steps_and_states_took_are_histograms(pico: Engine) -> None:
+    with live(pico) as server:
+        for _ in range(2):
+            story = [{"role": "user", "content": "The fox and the hen. " * 15}]
+            server.post(CHAT, {"messages": story, "max_tokens": 1})
+        stats = pico.stats()
+        families = {f.name: f for f in text_string_to_metric_families(server.get("/metrics").text)}
+    stored = stats.snapshots
+    assert stored is not None
+    times = {"granule": stats.granule_times, "capture": stored.capture_times, "restore": stored.restore_times}
+    for name, expected in times.items():
+        family = families[f"dflash_{name}_seconds"]
+        assert family.type == "histogram"
+        found = [s.value for s in family.samples if s.name.endswith("_bucket")]
+        assert found == list(accumulate(expected.counts))
+        assert found[-1] == expected.n > 0
 
 
 def test_drafting_is_counted() -> None:

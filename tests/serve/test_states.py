@@ -91,6 +91,31 @@ def test_a_prompt_that_was_read_is_not_read_again(four: Engine) -> None:
         assert f"prefill {cached}/{n_prompt}" in comments(streamed.text)
 
 
+def test_an_earlier_answer_that_is_not_read_again_is_told_of(four: Engine) -> None:
+    four.snapshots.clear()
+    user = {"role": "user", "content": "The fox and the hen. " * 4}
+    with live(four) as server:
+
+        def ask(*messages: Any) -> Any:
+            timings = server.post(CHAT, {"messages": messages, "max_tokens": 8}).json()["timings"]
+            n_read = timings["cached_prefix_tokens"] + timings["prefilled_tokens"]
+            assert timings["effective_prompt_tokens"] == n_read
+            return timings
+
+        answer = {"role": "assistant", "content": "The fox ran home, and the hen slept. " * 4}
+        first, again = (ask(user) for _ in range(2))
+        assert first["cached_prefix_tokens"] == 0
+        assert again["cached_prefix_tokens"] > 0
+        two, more, longer = (
+            ask(user, answer, user),
+            ask(user, answer, user),
+            ask(user, answer, user, answer, user),
+        )
+        found = [t["agent_turn_cache_hit"] for t in (first, again, two, more, longer)]
+        assert found == [False, False, False, True, True]
+        assert not ask({"role": "system", "content": "Be brief."}, user, answer, user)["agent_turn_cache_hit"]
+
+
 def test_what_was_read_for_a_client_that_went_is_not_read_again(four: Engine) -> None:
     four.snapshots.clear()
     with live(four) as server:

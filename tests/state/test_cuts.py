@@ -18,6 +18,7 @@ from pyggml_dflash.state.cuts import (
     capture_points,
     cut_points,
     forward_ends,
+    holds_answer,
     prompt_ends,
     turn_boundaries,
 )
@@ -47,6 +48,31 @@ def test_a_boundary_is_behind_the_token_that_begins_the_next_turn(
     tokens: list[int], boundaries: list[int]
 ) -> None:
     assert turn_boundaries(tokens, CHATML) == boundaries
+
+
+@pytest.mark.parametrize(
+    ("tokens", "markers", "whole"),
+    [
+        (
+            [1, 5, 2, 9, 1, 7, 5, 2, 9, 1, 5, 2, 9, 1, 7],
+            CHATML,
+            10,
+        ),  # user, answer, user, and what is asked for
+        ([1, 5, 2, 9, 1, 7], CHATML, None),  # the first answer
+        ([1, 5, 2, 9, 1, 6, 2, 9, 1, 7], CHATML, None),  # turns of others alone
+        ([1, 5, 2, 9, 1, 7, 2, 9, 1, 6, 2, 9, 1], CHATML, None),  # no role is named at the end
+        ([5, 5, 5], CHATML, None),
+        ([], CHATML, None),
+        ([1, 5, 3, 6, 1, 5, 3], ROLES, 5),  # nothing ends a turn but the next one
+        ([1, 5, 1, 6, 3], ROLES, None),
+    ],
+)
+def test_an_answer_is_held_once_the_turn_behind_it_has_begun(
+    tokens: list[int], markers: TurnMarkers, whole: int | None
+) -> None:
+    boundaries = turn_boundaries(tokens, markers)
+    held = [n for n in range(len(tokens) + 1) if holds_answer(tokens, boundaries, n, markers)]
+    assert held == ([] if whole is None else list(range(whole, len(tokens) + 1)))
 
 
 def test_without_ends_every_role_is_a_boundary() -> None:

@@ -64,6 +64,8 @@ from pyggml_dflash.options import (
     Split,
     Switch,
     as_path,
+    check_callback,
+    check_flag,
     check_int,
     parse_trim_interval,
     refusal,
@@ -165,6 +167,7 @@ class Engine:
     def __init__(
         self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
+        check_callback("progress", progress)
         self.options = chosen = _from_environment(_checked(options))
         self._thread = EngineThread(chosen)
         # Also runs when the interpreter ends, so that no thread computes while libraries are taken down. It
@@ -305,6 +308,7 @@ class Engine:
         holds from the first token on, or behind the `reasoning_block`. Raises
         `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
         """
+        check_callback("progress", progress)
         request = self._request(
             prompt,
             max_tokens,
@@ -376,6 +380,7 @@ class Engine:
         False: the answer is a turn of its own, as after a rendered chat. `progress` is called on the engine's
         thread. Raises `ContextOverflowError` as `stream` does.
         """
+        check_callback("progress", progress)
         prepare = partial(
             self._request,
             cache_prompt=cache_prompt,
@@ -517,6 +522,7 @@ class Engine:
         The rendered prompt is tokenized as it is: a BOS stands where the template writes one. `constraint`
         holds behind the reasoning, which ends after `reasoning_budget` tokens; -1 for any number.
         """
+        check_callback("progress", progress)
         prompt = self.render_chat(
             messages, tools=tools, reasoning=reasoning, reasoning_budget=reasoning_budget
         )
@@ -578,6 +584,7 @@ class Engine:
         somebody iterates. One that fails is a result with its error. `ordered` False: results come as they
         get ready. Leaving the `with` block of the batch cancels what still runs.
         """
+        check_flag("ordered", ordered)
         return Batch(self, requests, ordered=ordered)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
@@ -659,6 +666,7 @@ class Engine:
         heap goes back to the system, where the C library can do that, as glibc can. Nothing happens if it is
         parked.
         """
+        check_flag("cancel", cancel)
         self._thread.park(cancel=cancel)
 
     def unpark(self, *, progress: ProgressCallback | None = None) -> None:
@@ -666,6 +674,7 @@ class Engine:
 
         Raises what opening raises; the engine stays parked then. Nothing happens if it is not parked.
         """
+        check_callback("progress", progress)
         self._loaded = self._thread.unpark(progress)
 
     def close(self) -> None:

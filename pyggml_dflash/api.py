@@ -595,16 +595,16 @@ class Engine:
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids."""
         self._thread.check_open()
-        return self._loaded.tokenizer.decode(self._check_tokens(tokens), skip_special=skip_special)
+        return self._loaded.tokenizer.decode(self._loaded.check_tokens(tokens), skip_special=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token's text, which may be a part of a character."""
         self._thread.check_open()
-        return self._loaded.tokenizer.token_bytes(*self._check_tokens([token]))
+        return self._loaded.tokenizer.token_bytes(*self._loaded.check_tokens([token]))
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Teacher-forced logits, float32 [n_tokens, n_vocab]: row i is the prediction after token i."""
-        ids = self._check_tokens(tokens)
+        ids = self._loaded.check_tokens(tokens)
         self._loaded.check_length(len(ids))
         if not ids:
             self._thread.check_open()
@@ -613,7 +613,7 @@ class Engine:
 
     def score(self, text: Prompt, *, top: int = 0) -> Score:
         """Log-probability of every token of a text after its first, with `top` alternatives each."""
-        ids = self._check_tokens(self.tokenize(text) if isinstance(text, str) else text)
+        ids = self._loaded.check_tokens(self.tokenize(text) if isinstance(text, str) else text)
         if len(ids) < 2:
             raise UsageError(f"a text of {len(ids)} tokens has nothing to score; at least 2 are needed")
         check_int("top", top, 0, 100)
@@ -710,7 +710,7 @@ class Engine:
             raise refusal("stop", stop, "it must be a sequence of strings")
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         request = GenerationRequest(
-            tokens=self._check_tokens(tokens),
+            tokens=self._loaded.check_tokens(tokens),
             max_tokens=max_tokens,
             sampling=SamplingOptions() if sampling is None else sampling,
             stop=tuple(stop),
@@ -726,21 +726,6 @@ class Engine:
         )
         self._loaded.check(request)
         return request
-
-    def _check_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
-            raise refusal("tokens", tokens, "they must be a sequence of token ids")
-        n_vocab = self.info.n_vocab
-        for i, token in enumerate(tokens):
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, (int, np.integer))
-                or not 0 <= token < n_vocab
-            ):
-                raise UsageError(
-                    f"token {i} is {token!r}; token ids are whole numbers from 0 to {n_vocab - 1}"
-                )
-        return tuple(int(t) for t in tokens)
 
 
 __all__ = [

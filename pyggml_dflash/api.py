@@ -67,6 +67,7 @@ from pyggml_dflash.options import (
     check_callback,
     check_flag,
     check_int,
+    check_text,
     parse_trim_interval,
     refusal,
 )
@@ -82,6 +83,7 @@ from pyggml_dflash.requests import (
     ReasoningBlock,
     TextPiece,
     TokenLogprob,
+    check_constraint,
 )
 from pyggml_dflash.snapshots import Snapshots
 from pyggml_dflash.streams import AsyncTextStream, TextStream
@@ -458,6 +460,7 @@ class Engine:
 
         `tools` are those that the prompt offers and that may be called: none, and nothing is a call.
         """
+        check_text("prompt", prompt)
         form = self._loaded.template.form
         return AnswerParser(form, read_tools(tools), is_open=form.is_open(prompt))
 
@@ -466,6 +469,7 @@ class Engine:
 
         `budget`: tokens after which it is closed; -1 for any number.
         """
+        check_text("prompt", prompt)
         check_int("reasoning_budget", budget, -1)
         return self._loaded.template.form.block(prompt, budget)
 
@@ -497,6 +501,7 @@ class Engine:
     def check_constraint(self, constraint: Constraint) -> None:
         """Raise the `UsageError` that says why no answer can be held to it; requests need not do it again."""
         self._thread.check_open()
+        check_constraint(constraint)
         self._loaded.constraints.matcher(constraint)
 
     def stream_chat(

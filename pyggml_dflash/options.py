@@ -95,6 +95,12 @@ def check_flag(name: str, value: object) -> None:
         raise refusal(name, value, "it must be True or False")
 
 
+def check_text(name: str, value: object) -> None:
+    """Refuse what is no string."""
+    if not isinstance(value, str):
+        raise refusal(name, value, "it must be text")
+
+
 def check_callback(name: str, value: object) -> None:
     """Refuse what is neither None nor can be called."""
     if value is not None and not callable(value):

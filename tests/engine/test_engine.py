@@ -19,6 +19,7 @@ from pyggml_dflash import (
     Progress,
     SamplingOptions,
     UsageError,
+    inspect_model,
 )
 from pyggml_dflash.engine.forward import build_forward
 from pyggml_dflash.engine.graphs import BUCKET, Forwards
@@ -450,6 +451,10 @@ WRONG_TYPES: dict[str, Callable[[Engine], object]] = {
     "progress of unpark": lambda engine: engine.unpark(progress=5),  # type: ignore[arg-type]
     "cancel 'no'": lambda engine: engine.park(cancel="no"),  # type: ignore[arg-type]
     "ordered 1": lambda engine: engine.batch([], ordered=1),  # type: ignore[arg-type]
+    "constraint 5": lambda engine: engine.check_constraint(5),  # type: ignore[arg-type]
+    "prompt of a parser": lambda engine: engine.answer_parser(5),  # type: ignore[arg-type]
+    "prompt of a block": lambda engine: engine.reasoning_block(None),  # type: ignore[arg-type]
+    "inspected model 5": lambda _: inspect_model(5),  # type: ignore[arg-type]
     "model 5": lambda _: Engine.open(5),  # type: ignore[arg-type]
     "options a dict": lambda _: Engine({"model": LLAMA}),  # type: ignore[arg-type]
 }

@@ -64,7 +64,10 @@ from pyggml_dflash.options import (
     Split,
     Switch,
     as_path,
+    check_callback,
+    check_flag,
     check_int,
+    check_text,
     parse_trim_interval,
     refusal,
 )
@@ -80,6 +83,7 @@ from pyggml_dflash.requests import (
     ReasoningBlock,
     TextPiece,
     TokenLogprob,
+    check_constraint,
 )
 from pyggml_dflash.snapshots import Snapshots
 from pyggml_dflash.streams import AsyncTextStream, TextStream
@@ -165,6 +169,7 @@ class Engine:
     def __init__(
         self, options: EngineOptions | None = None, *, progress: ProgressCallback | None = None
     ) -> None:
+        check_callback("progress", progress)
         self.options = chosen = _from_environment(_checked(options))
         self._thread = EngineThread(chosen)
         # Also runs when the interpreter ends, so that no thread computes while libraries are taken down. It
@@ -305,6 +310,7 @@ class Engine:
         holds from the first token on, or behind the `reasoning_block`. Raises
         `ContextOverflowError` if prompt and answer cannot fit, before anything is computed.
         """
+        check_callback("progress", progress)
         request = self._request(
             prompt,
             max_tokens,
@@ -376,6 +382,7 @@ class Engine:
         False: the answer is a turn of its own, as after a rendered chat. `progress` is called on the engine's
         thread. Raises `ContextOverflowError` as `stream` does.
         """
+        check_callback("progress", progress)
         prepare = partial(
             self._request,
             cache_prompt=cache_prompt,
@@ -453,6 +460,7 @@ class Engine:
 
         `tools` are those that the prompt offers and that may be called: none, and nothing is a call.
         """
+        check_text("prompt", prompt)
         form = self._loaded.template.form
         return AnswerParser(form, read_tools(tools), is_open=form.is_open(prompt))
 
@@ -461,6 +469,7 @@ class Engine:
 
         `budget`: tokens after which it is closed; -1 for any number.
         """
+        check_text("prompt", prompt)
         check_int("reasoning_budget", budget, -1)
         return self._loaded.template.form.block(prompt, budget)
 
@@ -492,6 +501,7 @@ class Engine:
     def check_constraint(self, constraint: Constraint) -> None:
         """Raise the `UsageError` that says why no answer can be held to it; requests need not do it again."""
         self._thread.check_open()
+        check_constraint(constraint)
         self._loaded.constraints.matcher(constraint)
 
     def stream_chat(
@@ -517,6 +527,7 @@ class Engine:
         The rendered prompt is tokenized as it is: a BOS stands where the template writes one. `constraint`
         holds behind the reasoning, which ends after `reasoning_budget` tokens; -1 for any number.
         """
+        check_callback("progress", progress)
         prompt = self.render_chat(
             messages, tools=tools, reasoning=reasoning, reasoning_budget=reasoning_budget
         )
@@ -578,6 +589,7 @@ class Engine:
         somebody iterates. One that fails is a result with its error. `ordered` False: results come as they
         get ready. Leaving the `with` block of the batch cancels what still runs.
         """
+        check_flag("ordered", ordered)
         return Batch(self, requests, ordered=ordered)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
@@ -588,16 +600,16 @@ class Engine:
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids."""
         self._thread.check_open()
-        return self._loaded.tokenizer.decode(self._check_tokens(tokens), skip_special=skip_special)
+        return self._loaded.tokenizer.decode(self._loaded.check_tokens(tokens), skip_special=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token's text, which may be a part of a character."""
         self._thread.check_open()
-        return self._loaded.tokenizer.token_bytes(*self._check_tokens([token]))
+        return self._loaded.tokenizer.token_bytes(*self._loaded.check_tokens([token]))
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Teacher-forced logits, float32 [n_tokens, n_vocab]: row i is the prediction after token i."""
-        ids = self._check_tokens(tokens)
+        ids = self._loaded.check_tokens(tokens)
         self._loaded.check_length(len(ids))
         if not ids:
             self._thread.check_open()
@@ -606,7 +618,7 @@ class Engine:
 
     def score(self, text: Prompt, *, top: int = 0) -> Score:
         """Log-probability of every token of a text after its first, with `top` alternatives each."""
-        ids = self._check_tokens(self.tokenize(text) if isinstance(text, str) else text)
+        ids = self._loaded.check_tokens(self.tokenize(text) if isinstance(text, str) else text)
         if len(ids) < 2:
             raise UsageError(f"a text of {len(ids)} tokens has nothing to score; at least 2 are needed")
         check_int("top", top, 0, 100)
@@ -659,6 +671,7 @@ class Engine:
         heap goes back to the system, where the C library can do that, as glibc can. Nothing happens if it is
         parked.
         """
+        check_flag("cancel", cancel)
         self._thread.park(cancel=cancel)
 
     def unpark(self, *, progress: ProgressCallback | None = None) -> None:
@@ -666,6 +679,7 @@ class Engine:
 
         Raises what opening raises; the engine stays parked then. Nothing happens if it is not parked.
         """
+        check_callback("progress", progress)
         self._loaded = self._thread.unpark(progress)
 
     def close(self) -> None:
@@ -701,7 +715,7 @@ class Engine:
             raise refusal("stop", stop, "it must be a sequence of strings")
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         request = GenerationRequest(
-            tokens=self._check_tokens(tokens),
+            tokens=self._loaded.check_tokens(tokens),
             max_tokens=max_tokens,
             sampling=SamplingOptions() if sampling is None else sampling,
             stop=tuple(stop),
@@ -717,21 +731,6 @@ class Engine:
         )
         self._loaded.check(request)
         return request
-
-    def _check_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
-            raise refusal("tokens", tokens, "they must be a sequence of token ids")
-        n_vocab = self.info.n_vocab
-        for i, token in enumerate(tokens):
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, (int, np.integer))
-                or not 0 <= token < n_vocab
-            ):
-                raise UsageError(
-                    f"token {i} is {token!r}; token ids are whole numbers from 0 to {n_vocab - 1}"
-                )
-        return tuple(int(t) for t in tokens)
 
 
 __all__ = [

@@ -95,6 +95,18 @@ def check_flag(name: str, value: object) -> None:
         raise refusal(name, value, "it must be True or False")
 
 
+def check_text(name: str, value: object) -> None:
+    """Refuse what is no string."""
+    if not isinstance(value, str):
+        raise refusal(name, value, "it must be text")
+
+
+def check_callback(name: str, value: object) -> None:
+    """Refuse what is neither None nor can be called."""
+    if value is not None and not callable(value):
+        raise refusal(name, value, "it must be a function or None")
+
+
 def check_spec_width(value: object) -> None:
     """Refuse what is neither 'auto' nor a number of rows that a verify forward may have."""
     check_int_or_auto("spec_width", value, 2, MAX_WIDTH)

@@ -17,6 +17,7 @@ from pyggml_dflash.options import (
     check_flag,
     check_int,
     check_spec_width,
+    check_text,
     refusal,
 )
 
@@ -43,8 +44,7 @@ class Constraint:
 
     def __post_init__(self) -> None:
         check_choice("constraint kind", self.kind, get_args(ConstraintKind))
-        if not isinstance(self.text, str):
-            raise refusal(self.kind, self.text, "it must be text")
+        check_text(self.kind, self.text)
         if self.kind == "json_object":
             if self.text:
                 raise refusal("json_object", self.text, "it has no text of its own; use json_schema")
@@ -64,6 +64,12 @@ class Constraint:
             return cls(kind="json_schema", text=json.dumps(schema, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise refusal("json_schema", schema, f"it cannot be written as JSON: {error}") from error
+
+
+def check_constraint(value: object) -> None:
+    """Refuse what is no constraint."""
+    if not isinstance(value, Constraint):
+        raise refusal("constraint", value, "it must be a Constraint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +135,8 @@ class GenerationRequest:
             check_choice("spec", self.spec, get_args(Spec))
         if self.spec_width is not None:
             check_spec_width(self.spec_width)
-        if self.constraint is not None and not isinstance(self.constraint, Constraint):
-            raise refusal("constraint", self.constraint, "it must be a Constraint")
+        if self.constraint is not None:
+            check_constraint(self.constraint)
         if self.constraint is not None and self.ignore_eos:
             raise refusal("ignore_eos", True, "an answer with a constraint ends where the constraint does")
         if self.reasoning_block is not None and not isinstance(self.reasoning_block, ReasoningBlock):

@@ -28,7 +28,7 @@ from pyggml_dflash.ggml.gguf_writer import GgufWriter
 from pyggml_dflash.ggml.tensor_file import TensorFile
 from pyggml_dflash.model.config import ConfigReader
 from pyggml_dflash.model.weights import TensorSpec, check_tensors
-from pyggml_dflash.options import DraftType, as_path, check_choice, check_flag
+from pyggml_dflash.options import DraftType, as_path, check_callback, check_choice, check_flag
 from pyggml_dflash.requests import Progress, ProgressCallback
 
 PIECE: Final = 2**22  # elements converted at once: 16 MiB in single precision
@@ -68,6 +68,7 @@ def convert_draft(
     """
     check_choice("type", type, get_args(DraftType))
     check_flag("overwrite", overwrite)
+    check_callback("progress", progress)
     source, target = as_path("draft", source), None if target is None else as_path("target", target)
     out = _check_out(out, overwrite)
     with ExitStack() as stack:

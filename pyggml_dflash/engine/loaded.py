@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from pyggml_dflash.engine.drafter_loader import DraftInfo
 from pyggml_dflash.engine.fit_report import FitReport
 from pyggml_dflash.engine.guide import AnswerGuide
 from pyggml_dflash.engine.sampling import Sampler
-from pyggml_dflash.errors import ContextOverflowError, UsageError
+from pyggml_dflash.errors import ContextOverflowError, UsageError, quoted
 from pyggml_dflash.model.chat import ChatTemplate
 from pyggml_dflash.model.tokenizer import Tokenizer
-from pyggml_dflash.options import Auto
+from pyggml_dflash.options import Auto, refusal
 from pyggml_dflash.requests import GenerationRequest
 from pyggml_dflash.state.cuts import TurnMarkers
 
@@ -118,6 +119,19 @@ class Loaded:
         """Raise `ContextOverflowError` for a text that the context cannot hold."""
         if n_tokens > self.info.n_ctx:
             raise self._overflow(n_tokens, None)
+
+    def check_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Ids of the vocabulary as Python's integers; `UsageError` for what is none."""
+        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Sequence, np.ndarray)):
+            raise refusal("tokens", tokens, "they must be a sequence of token ids")
+        n_vocab = self.info.n_vocab
+        for i, token in enumerate(tokens):
+            is_whole = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+            if not is_whole or not 0 <= token < n_vocab:
+                raise UsageError(
+                    f"token {i} is {quoted(token)}; token ids are whole numbers from 0 to {n_vocab - 1}"
+                )
+        return tuple(int(t) for t in tokens)
 
     def _check_length(self, request: GenerationRequest) -> None:
         needed = len(request.tokens) + max(0, (request.max_tokens or 1) - 1)

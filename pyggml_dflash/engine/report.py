@@ -21,7 +21,7 @@ from pyggml_dflash.ggml.gguf import GgufFile, MetaValue, Strings, TensorInfo
 from pyggml_dflash.model.config import ModelConfig
 from pyggml_dflash.model.vocab import read_vocab
 from pyggml_dflash.model.weights import check_tensors
-from pyggml_dflash.options import EngineOptions, KVType
+from pyggml_dflash.options import EngineOptions, KVType, as_path
 
 TensorKind = Literal[
     "embedding", "attention", "delta net", "feed-forward", "experts", "norms and other", "draft block", "head"
@@ -120,7 +120,7 @@ def inspect_model(
     A file that cannot be read raises `ModelFileError`.
     """
     options = EngineOptions(max_ctx=n_ctx, cache_type_k=cache_type_k, cache_type_v=cache_type_v)
-    with GgufFile.open(path) as file:
+    with GgufFile.open(as_path("model", path)) as file:
         config, reason = _read_model(file)
         settings = None if config is None else settle(options, architecture_of(file)[1], config)
         tensors = _tensor_reports(file)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pyggml_dflash.engine.loader import load
 from pyggml_dflash.errors import UsageError
-from pyggml_dflash.options import EngineOptions
+from pyggml_dflash.options import EngineOptions, check_callback, refusal
 from pyggml_dflash.plan.hot_experts import RouteStats
 from pyggml_dflash.requests import Progress, ProgressCallback
 
@@ -18,6 +18,11 @@ def route_stats(
     options: EngineOptions, texts: Sequence[str | Sequence[int]], progress: ProgressCallback | None = None
 ) -> RouteStats:
     """How often each expert is picked while a model reads texts, or token ids; runs on this thread."""
+    if not isinstance(options, EngineOptions):
+        raise refusal("options", options, "they must be EngineOptions")
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
+        raise refusal("texts", texts, "it must be a sequence of texts, or of sequences of token ids")
+    check_callback("progress", progress)
     report = progress or (lambda _: None)
     options = replace(options, spec="off", expert_placement=None)
     loaded = load(options, report)
@@ -28,7 +33,8 @@ def route_stats(
             raise UsageError(f"{loaded.info.model} has no routed experts to count")
         picks = np.zeros((loaded.info.n_layer, moe.n_expert), np.int64)
         all_tokens = [
-            loaded.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts
+            loaded.tokenizer.encode(text) if isinstance(text, str) else loaded.check_tokens(text)
+            for text in texts
         ]
         total, done = sum(map(len, all_tokens)), 0
         for tokens in all_tokens:

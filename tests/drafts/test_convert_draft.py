@@ -273,6 +273,11 @@ def test_a_file_is_not_written_where_a_folder_was_named(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_progress_is_told_to_a_function(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="progress is 5; it must be a function or None"):
+        convert(tmp_path / "draft.gguf", tmp_path / "out.gguf", progress=5)  # type: ignore[arg-type]
+
+
 def test_overwrite_is_true_or_false(tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     out.write_bytes(b"what was there")

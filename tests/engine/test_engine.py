@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -18,6 +19,7 @@ from pyggml_dflash import (
     Progress,
     SamplingOptions,
     UsageError,
+    inspect_model,
 )
 from pyggml_dflash.engine.forward import build_forward
 from pyggml_dflash.engine.graphs import BUCKET, Forwards
@@ -440,6 +442,19 @@ WRONG_TYPES: dict[str, Callable[[Engine], object]] = {
     "top True": lambda engine: engine.score([1, 2], top=True),
     "ids 1.5": lambda engine: engine.detokenize([1.5]),  # type: ignore[list-item]
     "ids text": lambda engine: engine.detokenize("ab"),  # type: ignore[arg-type]
+    "progress 5": lambda engine: engine.stream([1], progress=5),  # type: ignore[arg-type]
+    "progress of a chat": lambda engine: engine.stream_chat([], progress="x"),  # type: ignore[arg-type]
+    "progress of a submitted prompt": lambda engine: asyncio.run(
+        engine.submit([1], progress=5)  # type: ignore[arg-type]
+    ),
+    "progress of opening": lambda _: Engine.open(LLAMA, progress=5),  # type: ignore[arg-type]
+    "progress of unpark": lambda engine: engine.unpark(progress=5),  # type: ignore[arg-type]
+    "cancel 'no'": lambda engine: engine.park(cancel="no"),  # type: ignore[arg-type]
+    "ordered 1": lambda engine: engine.batch([], ordered=1),  # type: ignore[arg-type]
+    "constraint 5": lambda engine: engine.check_constraint(5),  # type: ignore[arg-type]
+    "prompt of a parser": lambda engine: engine.answer_parser(5),  # type: ignore[arg-type]
+    "prompt of a block": lambda engine: engine.reasoning_block(None),  # type: ignore[arg-type]
+    "inspected model 5": lambda _: inspect_model(5),  # type: ignore[arg-type]
     "model 5": lambda _: Engine.open(5),  # type: ignore[arg-type]
     "options a dict": lambda _: Engine({"model": LLAMA}),  # type: ignore[arg-type]
 }

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -133,6 +133,22 @@ def test_copies_need_the_experts_on_another_device(model: Path, counted: Path) -
 def test_a_model_without_experts_has_nothing_to_count(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no routed experts to count"):
         route_stats(on_the_cpu(write_tiny(tmp_path, Tiny(architecture="qwen3"))), [IDS])
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[1, 10**9]], "token 1 is 1000000000; token ids are whole numbers from 0 to 263"),
+        ([[-1]], "token 0 is -1"),
+        ([[1.5]], "token 0 is 1.5"),
+        ([5], "tokens is 5; they must be a sequence of token ids"),
+        ("text", "texts is 'text'; it must be a sequence of texts"),
+        (5, "texts is 5"),
+    ],
+)
+def test_what_is_no_text_is_not_counted(model: Path, texts: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        route_stats(on_the_cpu(model), texts)
 
 
 def test_the_command_writes_what_placement_reads(model: Path, tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def serve_worker(listen: str, names: Sequence[str] = (), threads: int | None = N
 def _lent(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
     for name in names:
         if name.lower().startswith(rpc.SCHEME):
-            raise UsageError(f"device is {name!r}; a worker lends its own devices only")
+            raise UsageError(f"devices names {name!r}; a worker lends its own devices only")
     present = devices()
-    lent = tuple(named_device(name, present) for name in names)
+    lent = tuple(named_device(name, present, option="devices") for name in names)
     for device in lent:
         if lent.count(device) > 1:
             raise UsageError(f"devices names {device.name!r} twice; its memory can be lent once")

@@ -48,7 +48,7 @@ def model_size(
 def choose_split(options: EngineOptions, size: ModelSize) -> tuple[SplitPlan, tuple[DeviceInfo, ...]]:
     """The placement of a model, and its devices in the plan's order."""
     present = devices()
-    named = {name: named_device(name, present) for name in _named(options)}
+    named = {name: named_device(name, present, option=option) for name, option in _named(options).items()}
     infos = {info.name: info for info in named.values()} | {d.name: d for d in present}
     listed = [named[name] for name in options.devices] or list(infos.values())
     if options.expert_device is not None and named[options.expert_device] not in listed:
@@ -155,9 +155,14 @@ def _told(streaming: Streaming, target: Backend, most_rows: int) -> Streaming:
     return streaming
 
 
-def _named(options: EngineOptions) -> tuple[str, ...]:
-    names = (*options.devices, options.device, options.expert_device, options.kv_overflow_device)
-    return tuple(dict.fromkeys(name for name in names if name is not None))
+def _named(options: EngineOptions) -> dict[str, str]:
+    """The first option that names each device, by that name."""
+    found = dict.fromkeys(options.devices, "devices")
+    for option in ("device", "expert_device", "kv_overflow_device"):
+        name = getattr(options, option)
+        if name is not None:
+            found.setdefault(name, option)
+    return found
 
 
 def described(plan: SplitPlan) -> str:

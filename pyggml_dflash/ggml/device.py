@@ -157,23 +157,25 @@ def worker_devices(name: str) -> tuple[DeviceInfo, ...]:
     )
 
 
-def named_device(name: str, present: tuple[DeviceInfo, ...] | None = None) -> DeviceInfo:
+def named_device(
+    name: str, present: tuple[DeviceInfo, ...] | None = None, *, option: str = "device"
+) -> DeviceInfo:
     """The device called `name` (any case) among those of this build, or a worker's at 'rpc://HOST:PORT'.
 
-    An unknown name raises `UsageError` with the names that exist.
+    An unknown name raises `UsageError` with the `option` that gave it and the names that exist.
     """
     if name.lower().startswith(rpc.SCHEME):
-        _, index = rpc.split_name(name.lower())
+        _, index = rpc.split_name(name.lower(), option)
         found = worker_devices(name.lower())
         if index >= len(found):
-            raise UsageError(f"device is {name!r}; that worker has {len(found)}, counted from 0")
+            raise UsageError(f"{option} is {name!r}; that worker has {len(found)}, counted from 0")
         return found[index]
     present = devices() if present is None else present
     for device in present:
         if device.name.lower() == name.lower():
             return device
     names = ", ".join(d.name for d in present)
-    raise UsageError(f"device is {name!r}; this build has {names}")
+    raise UsageError(f"{option} is {name!r}; this build has {names}")
 
 
 def choose_device(name: str | None) -> DeviceInfo:

@@ -52,12 +52,15 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
 
-def split_name(name: str) -> tuple[Endpoint, int]:
-    """Endpoint and device of 'rpc://HOST:PORT' or 'rpc://HOST:PORT/2'; the first device is 0."""
+def split_name(name: str, option: str = "device") -> tuple[Endpoint, int]:
+    """Endpoint and device of 'rpc://HOST:PORT' or 'rpc://HOST:PORT/2'; the first device is 0.
+
+    `option` is what a refusal says was given.
+    """
     address, _, index = name.removeprefix(SCHEME).partition("/")
     if "/" in name.removeprefix(SCHEME) and not re.fullmatch(r"[0-9]{1,3}", index):
         raise UsageError(
-            f"device is {name!r}; behind the port goes the number of a worker's device, as in /1"
+            f"{option} is {name!r}; behind the port goes the number of a worker's device, as in /1"
         )
     return Endpoint.parse(address), int(index or 0)
 

@@ -115,6 +115,22 @@ def test_half_links_round_a_prompts_rows_and_not_those_of_tokens(
     np.testing.assert_array_equal(few, alone[model, "cpu"][: len(IDS)])
 
 
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("device", "nope"),
+        ("devices", ("CPU", "nope")),
+        ("expert_device", "nope"),
+        ("kv_overflow_device", "nope"),
+        ("expert_device", "rpc://127.0.0.1:1/x"),
+    ],
+)
+def test_an_unknown_device_is_refused_with_the_option_that_names_it(option: str, given: Any) -> None:
+    name = given if isinstance(given, str) else given[-1]
+    with pytest.raises(UsageError, match=f"^{option} is {name!r}; "):
+        Engine.open(**{"device": None, option: given})
+
+
 def generated(engine: Engine, **options: Any) -> list[int]:
     return list(engine.generate(prompt(40), max_tokens=40, ignore_eos=True, **options).tokens)
 

@@ -32,14 +32,13 @@ def templated(path: Path) -> Iterator[Live]:
 
 
 def test_prompts_are_its_own_also_after_parking(templated: Live) -> None:
-    for _ in range(2):
-        prompt = templated.post("/apply-template", {"messages": STORY}).json()["prompt"]
-        assert prompt == f"<user>{STORY[0]['content']}<answer>"
-        n_prompt = len(templated.post("/tokenize", {"content": prompt}).json()["tokens"])
-        answer = templated.post(CHAT, {"messages": STORY, "max_tokens": 2}).json()
-        assert answer["usage"]["prompt_tokens"] == n_prompt
-        assert templated.post("/admin/park", {}).status_code == 200
-        assert templated.post("/admin/unpark", {}).status_code == 200
+    expected = f"<user>{STORY[0]['content']}<answer>"
+    assert templated.post("/apply-template", {"messages": STORY}).json() == {"prompt": expected}
+    assert templated.post("/admin/park", {}).status_code == 200
+    assert templated.post("/admin/unpark", {}).status_code == 200
+    answer = templated.post(CHAT, {"messages": STORY, "max_tokens": 2}).json()
+    n_prompt = len(templated.engine.tokenize(expected, add_special=False))
+    assert answer["usage"]["prompt_tokens"] == n_prompt
 
 
 def test_props_tell_its_name_and_what_it_has_a_place_for(templated: Live, server: Live, path: Path) -> None:
@@ -47,8 +46,6 @@ def test_props_tell_its_name_and_what_it_has_a_place_for(templated: Live, server
     assert (props["model"]["chat_template_file"], own["model"]["chat_template_file"]) == (path.name, None)
     assert (props["capabilities"]["tools"], own["capabilities"]["tools"]) == (True, False)
     assert (props["capabilities"]["reasoning"], own["capabilities"]["reasoning"]) == (False, True)
-    with live(templated.engine, show_paths=True) as whole:
-        assert whole.get("/props").json()["model"]["chat_template_file"] == str(path)
 
 
 def test_tools_may_be_given_where_it_has_a_place_for_them(templated: Live, server: Live) -> None:

@@ -48,6 +48,7 @@ from pyggml_dflash.model.answer import (
     ToolCall,
 )
 from pyggml_dflash.model.answer_parser import AnswerParser
+from pyggml_dflash.model.template_file import read_template
 from pyggml_dflash.model.tool_grammar import tool_grammar
 from pyggml_dflash.model.tools import Tool, read_tools
 from pyggml_dflash.options import (
@@ -227,6 +228,7 @@ class Engine:
         kv_cache_dir: str | Path | None = None,
         kv_cache_budget: int = 4096,
         kv_cache_min_tokens: int = 512,
+        chat_template: str | Path | None = None,
         nfc: bool = True,
         progress: ProgressCallback | None = None,
     ) -> Engine:
@@ -278,6 +280,7 @@ class Engine:
             kv_cache_dir=_path(kv_cache_dir, "kv_cache_dir"),
             kv_cache_budget=kv_cache_budget,
             kv_cache_min_tokens=kv_cache_min_tokens,
+            chat_template=_path(chat_template, "chat_template"),
             nfc=nfc,
         )
         return cls(options, progress=progress)
@@ -770,6 +773,7 @@ __all__ = [
     "devices",
     "fit_report",
     "inspect_model",
+    "read_template",
     "route_stats",
     "serve_worker",
     "worker_devices",

@@ -221,6 +221,7 @@ class EngineOptions:
     kv_cache_dir: Path | None = None  # a folder in which states outlive the process
     kv_cache_budget: int = 4096  # most MiB of files there
     kv_cache_min_tokens: int = 512  # shorter prefixes are not written there
+    chat_template: Path | None = None  # a Jinja file in place of the model's own
     nfc: bool = True  # Unicode NFC before tokenizing where the model was trained so; False: as llama.cpp
 
     def __post_init__(self) -> None:
@@ -241,6 +242,8 @@ class EngineOptions:
         check_choice("repack", self.repack, get_args(Switch))
         check_flag("allow_batch_variance", self.allow_batch_variance)
         check_flag("nfc", self.nfc)
+        if self.chat_template is not None and not isinstance(self.chat_template, Path):
+            raise refusal("chat_template", self.chat_template, "it must be a pathlib.Path or None")
         self._check_speculation()
         self._check_stored()
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):

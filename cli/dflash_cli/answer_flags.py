@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from dflash_cli.constraint_flags import constraint_options
 from dflash_cli.flags import Flag, apply, apply_settings, each_once
@@ -47,6 +48,9 @@ class AnswerOptions:
         flag = next((flag for flag, is_given in templated.items() if is_given), None)
         if raw and flag is not None:
             raise UsageError(f"{flag} works through the chat template, which --raw leaves out")
+        ctx = click.get_current_context()
+        if raw and ctx.get_parameter_source("chat_template") is ParameterSource.COMMANDLINE:
+            raise UsageError("--chat-template-file gives the chat template, which --raw leaves out")
 
 
 def number_flag(name: str, default: float, text: str) -> Flag[Any]:

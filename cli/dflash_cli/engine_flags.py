@@ -17,6 +17,7 @@ from dflash_cli.params import (
     Folder,
     MaxContext,
     NumberOrAuto,
+    TextFile,
     TrimInterval,
     WholeNumber,
 )
@@ -192,6 +193,12 @@ _STORING: Final = (
     ),
 )
 _TEXT: Final = (
+    click.option(
+        "--chat-template-file",
+        "chat_template",
+        type=TextFile(),
+        help="Jinja file with a chat template, in place of the model's own.",
+    ),
     click.option(
         "--nfc/--no-nfc", default=True, help="Unicode NFC before tokenizing, where the model wants it."
     ),

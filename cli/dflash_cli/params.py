@@ -158,14 +158,20 @@ class NumberOrAuto(Param):
 class Folder(Param):
     """The path of a folder, which need not be there."""
 
-    name = "folder"
+    name = "folder"  # also what it is called
     is_path = True
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path as given."""
         if value == "":
-            self.fail("'' is empty; name a folder.")  # it would be the current one
+            self.fail(f"'' is empty; name a {self.name}.")  # it would be the current folder
         return Path(value)
+
+
+class TextFile(Folder):
+    """The path of a file, which whoever reads it checks."""
+
+    name = "file"
 
 
 class ModelFile(Param):

@@ -16,12 +16,14 @@ from pyggml_dflash.engine.snapshot_plan import with_snapshots
 from pyggml_dflash.engine.split import as_asked, described
 from pyggml_dflash.errors import UsageError, cap_text
 from pyggml_dflash.ggml.ledger import Ledger
+from pyggml_dflash.model.template_file import read_template
 from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.plan.chunk import ChunkPlan, DeviceShare
 from pyggml_dflash.plan.context import ContextChoice, Probe
 
 SLOT_COUNTS: Final = (1, 2, 4)
 # given otherwise, what the search is about, or without a part in what fits
+OTHER_FLAGS: Final = {"trim_interval": "--prefill-pool-trim-tokens", "chat_template": "--chat-template-file"}
 FOUND: Final = ("model", "max_ctx", "min_ctx", "chunk", "queue_limit")
 
 
@@ -67,6 +69,7 @@ def fit_report(options: EngineOptions) -> FitReport:
 
     Refuses what `load` refuses, except a context that does not fit: the report says so.
     """
+    read_template(options.chat_template)
     with ExitStack() as stack:
         ledger = Ledger(caps=options.device_cap)
         blueprint = draw(options, open_model(options, stack), stack, ledger)
@@ -169,7 +172,7 @@ def _flag(name: str, value: object) -> list[str]:
         return [word for cap in value.items() for word in ("--device-cap", cap_text(*cap))]
     if isinstance(value, tuple):
         value = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
-    flag = f"--{name.replace('_', '-')}" if name != "trim_interval" else "--prefill-pool-trim-tokens"
+    flag = OTHER_FLAGS.get(name) or f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag if value else f"--no-{name}"]
     return [flag, str(value)]

@@ -51,6 +51,7 @@ class EngineInfo:
     weight_bytes: dict[str, int]  # by where they lie: 'mapped', 'uploaded', or a repacked layout
     state_bytes: int
     has_chat_template: bool
+    chat_template_file: Path | None  # it is from here, not the model's own
     tools_supported: bool  # the chat template has a place for them
     reasoning_supported: bool
     spec: str  # 'off', or the drafter: 'dflash', 'mtp'

@@ -37,6 +37,7 @@ from pyggml_dflash.ggml.arena import TensorArena
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.model.chat import ChatTemplate
+from pyggml_dflash.model.template_file import read_template
 from pyggml_dflash.model.tokenizer import Tokenizer
 from pyggml_dflash.model.weights import LoadedWeights
 from pyggml_dflash.options import EngineOptions, Spec
@@ -49,12 +50,19 @@ from pyggml_dflash.state.disk_tier import make_folder
 LOG: Final = logging.getLogger(__name__)
 
 
-def load(options: EngineOptions, report: ProgressCallback, parked: EngineCore | None = None) -> Loaded:
+def load(
+    options: EngineOptions,
+    report: ProgressCallback,
+    parked: EngineCore | None = None,
+    template: ChatTemplate | None = None,
+) -> Loaded:
     """Open the file, check everything, fit the context, then allocate. Runs on the engine's thread.
 
     `parked`: the core of the same engine before; its stored states go on, and stay whole if this fails.
+    `template`: what it read of a file with a chat template, which may have changed since.
     """
     kept = None if parked is None else parked.reuse
+    source = read_template(options.chat_template) if template is None else None
     with ExitStack() as stack:
         model = open_model(options, stack)
         file, config = model.file, model.config
@@ -63,7 +71,8 @@ def load(options: EngineOptions, report: ProgressCallback, parked: EngineCore | 
             raise DamagedFileError(
                 f"{file.path}: {tokenizer.n_vocab} tokens, but 'token_embd.weight' has {config.n_vocab} rows"
             )
-        template = ChatTemplate.from_metadata(file.metadata, tokenizer)
+        if template is None:
+            template = ChatTemplate.from_metadata(file.metadata, tokenizer, given=source)
         if options.kv_cache_dir is not None:
             make_folder(options.kv_cache_dir)
         ledger = Ledger(caps=options.device_cap) if parked is None else parked.ledger
@@ -99,7 +108,8 @@ def reload(options: EngineOptions, parked: Loaded, report: ProgressCallback) -> 
         draft=options.draft or found,
         spec=cast("Spec", info.spec),
     )
-    loaded = load(chosen, report, parked.core)
+    template = None if options.chat_template is None else parked.template
+    loaded = load(chosen, report, parked.core, template)
     loaded.core.add_counts(parked.core)
     return replace(loaded, fit=parked.fit, info=replace(loaded.info, spec_reason=info.spec_reason))
 
@@ -321,6 +331,7 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         weight_bytes=dict(built.weights.n_bytes),
         state_bytes=built.parts.slots.n_bytes,
         has_chat_template=template.exists,
+        chat_template_file=options.chat_template,
         tools_supported=template.tools_supported,
         reasoning_supported=template.reasoning_supported,
         spec="off" if choice.plan is None else choice.plan.kind,

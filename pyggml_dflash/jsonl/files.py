@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from pyggml_dflash.api import DEFAULT_MODEL
+from pyggml_dflash.api import DEFAULT_MODEL, read_template
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.jsonl.lines import Format, Task, TaskReader, find_format, read_lines
 from pyggml_dflash.jsonl.output import Existing, OutputFile, Progress
@@ -105,7 +105,7 @@ class LineBatch:
 
 def settings_digest(options: EngineOptions, defaults: Defaults, format: Format | None) -> str:
     """A digest of what decides which answer a line gets, as far as it is known before the model is loaded."""
-    model = options.model or DEFAULT_MODEL
+    model, template = options.model or DEFAULT_MODEL, read_template(options.chat_template)
     return digest_of(
         model=model.name,
         model_bytes=model.stat().st_size,
@@ -115,6 +115,7 @@ def settings_digest(options: EngineOptions, defaults: Defaults, format: Format |
         nfc=options.nfc,
         defaults=defaults,
         format=format,
+        **({} if template is None else {"chat_template": template}),
     )
 
 

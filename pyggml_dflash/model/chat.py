@@ -1,8 +1,8 @@
-"""Messages to prompt text, by the model's own chat template. Layer 2.
+"""Messages to prompt text, by a chat template. Layer 2.
 
-Templates are Jinja, come inside model files and run in a sandbox with what they may expect from Hugging
-Face: `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`. They cannot reach
-Python objects or change what they are given. Ranges above 100,000, repetitions and prompts above 8 Mi
+Templates are Jinja, come inside model files or from users, and run in a sandbox with what they may expect
+from Hugging Face: `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`. They cannot
+reach Python objects or change what they are given. Ranges above 100,000, repetitions and prompts above 8 Mi
 characters are refused; this guards against mistakes, not against a template that means to waste time.
 """
 
@@ -60,7 +60,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
         """`source` None: the model has no template, and `render` says so."""
-        self._environment = _environment()
+        self._environment = sandbox()
         self._template: jinja2.Template | None = None
         self._reads: frozenset[str] = frozenset()
         self._mentions_thinking = source is not None and "think" in source
@@ -75,11 +75,16 @@ class ChatTemplate:
         self.form = _form("" if source is None else source)
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
+    def from_metadata(
+        cls, metadata: Mapping[str, Any], tokenizer: Tokenizer, *, given: str | None = None
+    ) -> ChatTemplate:
         """The template of a GGUF; ChatML when it has none but its vocabulary knows <|im_start|>.
 
-        A template that cannot be compiled is reported by `render`, so that the model runs without it.
+        `given` takes its place. A template that cannot be compiled is reported by `render`, so that the model
+        runs without it.
         """
+        if given is not None:
+            return cls(given, tokenizer)
         source = metadata.get(TEMPLATE_KEY)
         if source is not None and not isinstance(source, str):
             raise DamagedFileError(f"{TEMPLATE_KEY} is {str(source)[:60]!r}; a string is needed")
@@ -132,13 +137,7 @@ class ChatTemplate:
 
     def _run(self, turns: Sequence[Turn], variables: Mapping[str, Any]) -> str:
         assert self._template is not None
-        pieces, n_chars = [], 0
-        for piece in self._template.generate({**variables, "messages": [turn.message for turn in turns]}):
-            pieces.append(piece)
-            n_chars += len(piece)
-            if n_chars > MAX_TEXT_CHARS:
-                raise UsageError(f"the prompt is longer than {MAX_TEXT_CHARS} characters")
-        return "".join(pieces)
+        return rendered(self._template, {**variables, "messages": [turn.message for turn in turns]})
 
     def _refusal(self, turns: Sequence[Turn], variables: Mapping[str, Any], error: Exception) -> str:
         """What to say of an error: the first message from which on every beginning ends with it."""
@@ -181,6 +180,17 @@ class ChatTemplate:
         return variables
 
 
+def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """What a template makes of its variables; `UsageError` for more than a prompt may have."""
+    pieces, n_chars = [], 0
+    for piece in template.generate(variables):
+        pieces.append(piece)
+        n_chars += len(piece)
+        if n_chars > MAX_TEXT_CHARS:
+            raise UsageError(f"the prompt is longer than {MAX_TEXT_CHARS} characters")
+    return "".join(pieces)
+
+
 def _form(source: str) -> AnswerForm:
     bare = bool(source) and CALL_OPEN not in source
     return AnswerForm(
@@ -216,7 +226,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """What templates are compiled for, and run in."""
     environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -59,6 +59,7 @@ class Ask:
     calls: Calls = field(default_factory=Calls)  # of the tools of a conversation
     stream: bool = False
     include_usage: bool = False  # a stream ends with counts
+    return_progress: bool = False  # a stream has chunks that tell how far the prompt is read
 
     @property
     def all_requests(self) -> list[BatchRequest]:
@@ -138,6 +139,7 @@ def _ask(
         calls=calls,
         stream=bool(body.get("stream")),
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        return_progress=bool(body.get("return_progress")),
     )
 
 

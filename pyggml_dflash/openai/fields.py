@@ -75,6 +75,10 @@ _COMMON: Final[Mapping[str, Value]] = {
     "regex": TEXT.about("The whole answer matches this expression."),
     "stream": FLAG,
     "stream_options": STREAM_OPTIONS,
+    "return_progress": FLAG.about(
+        "While the prompt is read, chunks of a stream tell how far: prompt_progress with total, cache, "
+        "processed and time_ms. Without stream it changes nothing."
+    ),
     "user": IGNORED,
     "metadata": IGNORED,
 }

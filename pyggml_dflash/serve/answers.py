@@ -7,20 +7,20 @@ the request early (the client is gone, the server stops, an answer fails) cancel
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from pyggml_dflash.api import AsyncTextStream
 from pyggml_dflash.errors import Cancelled
-from pyggml_dflash.requests import Progress
 from pyggml_dflash.serve.desk import Ticket
 from pyggml_dflash.serve.parts import Ending, Part, Reader
+from pyggml_dflash.serve.prompt_progress import PromptProgress, Reporter
 from pyggml_dflash.serve.questions import Question
 from pyggml_dflash.serve.service import Service
 
-Event: TypeAlias = "Progress | Part | Ending"
+Event: TypeAlias = "PromptProgress | Part | Ending"
 Indexed: TypeAlias = "tuple[int, Event]"
 
 
@@ -56,7 +56,7 @@ class Answers:
         self._tickets = [desk.admit(self._request_id, len(q.tokens)) for q in self._questions]
         try:
             for i, question in enumerate(self._questions):
-                stream = await question.submit(engine, _Reporter(self, i, loop))
+                stream = await question.submit(engine, Reporter(loop, partial(self._report, i)))
                 self._tickets[i].stream = stream
                 self._pumps.append(asyncio.create_task(self._pump(i, stream, question.reader(engine))))
         except BaseException:
@@ -92,9 +92,9 @@ class Answers:
                     raise Cancelled("the engine stopped the answer")
             yield index, event
 
-    def report(self, index: int, progress: Progress) -> None:
+    def _report(self, index: int, progress: PromptProgress) -> None:
         """Take in how far the engine has read a prompt."""
-        self._tickets[index].on_progress(progress)
+        self._tickets[index].n_cached = progress.cache
         self._events.put_nowait((index, progress))
 
     async def _next(self, patience_s: float | None) -> tuple[int, Event | Exception] | None:
@@ -145,14 +145,3 @@ class Answers:
         if not reader.is_over:
             for part in reader.finish():
                 yield part
-
-
-class _Reporter:
-    """Carries progress from the engine's thread to the event loop."""
-
-    def __init__(self, answers: Answers, index: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._answers, self._index, self._loop = answers, index, loop
-
-    def __call__(self, progress: Progress) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody listens
-            self._loop.call_soon_threadsafe(self._answers.report, self._index, progress)

@@ -39,12 +39,14 @@ from pyggml_dflash.serve.openai_bodies import (
     ChatLogprobs,
     FunctionDelta,
     UsageBody,
+    progress_body,
     timings_body,
     token_body,
     usage_body,
 )
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.prompt_progress import PromptProgress
 from pyggml_dflash.serve.questions import Question, chat_question, check_choices
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
@@ -64,7 +66,7 @@ def chat_routes(service: Service) -> APIRouter:
         asked, questions = await off_loop(lambda: ask(service, body))
 
         def writer(answers: Answers) -> ChatWriter:
-            return ChatWriter(service, answers, include_usage=asked.include_usage)
+            return ChatWriter(service, answers, asked)
 
         return await reply(request, service, questions, writer, stream=asked.stream)
 
@@ -87,9 +89,9 @@ def ask(service: Service, body: Mapping[str, Any]) -> tuple[Ask, Sequence[Questi
 class ChatWriter:
     """Writes chat completions, whole and as chunks."""
 
-    def __init__(self, service: Service, answers: Answers, *, include_usage: bool) -> None:
+    def __init__(self, service: Service, answers: Answers, asked: Ask) -> None:
         self._engine, self._model = service.engine, service.model_name
-        self._answers, self._include_usage = answers, include_usage
+        self._answers, self._asked = answers, asked
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._endings: list[Ending] = []
 
@@ -110,6 +112,11 @@ class ChatWriter:
         for i in range(self._answers.n):
             yield self._chunk(i, ChatDelta(role="assistant", content=""))
 
+    def read(self, index: int, progress: PromptProgress) -> Iterator[bytes]:
+        """A chunk that adds nothing to the message, if reports are wanted."""
+        if self._asked.return_progress:
+            yield self._chunk(index, ChatDelta(), progress=progress)
+
     def write(self, index: int, event: Part | Ending) -> Iterator[bytes]:
         """The answer as it comes, then how it ended."""
         if isinstance(event, Ending):
@@ -120,7 +127,7 @@ class ChatWriter:
 
     def end(self) -> Iterator[bytes]:
         """Counts, if they are wanted, and the word that OpenAI's streams end with."""
-        if self._include_usage:
+        if self._asked.include_usage:
             yield self._event([], usage=self._usage(self._endings))
         yield DONE
 
@@ -143,6 +150,7 @@ class ChatWriter:
         *,
         logprobs: Sequence[TokenLogprob] = (),
         ending: Ending | None = None,
+        progress: PromptProgress | None = None,
     ) -> bytes:
         choice = ChatChunkChoice(
             index=index,
@@ -150,7 +158,7 @@ class ChatWriter:
             logprobs=self._logprobs(logprobs),
             finish_reason=None if ending is None else ending.reason,
         )
-        return self._event([choice], result=None if ending is None else ending.result)
+        return self._event([choice], result=None if ending is None else ending.result, progress=progress)
 
     def _event(
         self,
@@ -158,6 +166,7 @@ class ChatWriter:
         *,
         usage: UsageBody | None = None,
         result: GenerationResult | None = None,
+        progress: PromptProgress | None = None,
     ) -> bytes:
         chunk = ChatChunk(
             id=self._id,
@@ -166,10 +175,12 @@ class ChatWriter:
             model=self._model,
             choices=choices,
         )
-        if self._include_usage:  # null in all but the last
+        if self._asked.include_usage:  # null in all but the last
             chunk.usage = usage
         if result is not None:
             chunk.timings = timings_body(result)
+        if progress is not None:
+            chunk.prompt_progress = progress_body(progress)
         return data(chunk.json_bytes())
 
     def _usage(self, endings: list[Ending]) -> UsageBody:

@@ -25,11 +25,13 @@ from pyggml_dflash.serve.openai_bodies import (
     CompletionChoice,
     CompletionLogprobs,
     finite,
+    progress_body,
     timings_body,
     usage_body,
 )
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.prompt_progress import PromptProgress
 from pyggml_dflash.serve.questions import Question, check_choices
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
@@ -47,7 +49,7 @@ def completion_routes(service: Service) -> APIRouter:
         asked, questions = await off_loop(lambda: ask(service, body))
 
         def writer(answers: Answers) -> CompletionWriter:
-            return CompletionWriter(service, answers, include_usage=asked.include_usage)
+            return CompletionWriter(service, answers, asked)
 
         return await reply(request, service, questions, writer, stream=asked.stream)
 
@@ -74,9 +76,9 @@ def ask(service: Service, body: Mapping[str, Any]) -> tuple[Ask, list[Question]]
 class CompletionWriter:
     """Writes text completions, whole and as chunks."""
 
-    def __init__(self, service: Service, answers: Answers, *, include_usage: bool) -> None:
+    def __init__(self, service: Service, answers: Answers, asked: Ask) -> None:
         self._engine, self._model = service.engine, service.model_name
-        self._answers, self._include_usage = answers, include_usage
+        self._answers, self._asked = answers, asked
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._endings: list[Ending] = []
         self._offsets = [0] * answers.n  # characters of each answer that were sent
@@ -101,6 +103,13 @@ class CompletionWriter:
         """Nothing comes before the text."""
         return []
 
+    def read(self, index: int, progress: PromptProgress) -> Iterator[bytes]:
+        """A chunk without text, if reports are wanted."""
+        if self._asked.return_progress:
+            body = self._chunk(CompletionChoice(index=index, text="", logprobs=None, finish_reason=None))
+            body.prompt_progress = progress_body(progress)
+            yield data(body.json_bytes())
+
     def write(self, index: int, event: Part | Ending) -> Iterator[bytes]:
         """Text as it comes, then how the answer ended."""
         if isinstance(event, Ending):
@@ -109,16 +118,14 @@ class CompletionWriter:
         else:
             logprobs, text = self._logprobs(index, event.logprobs), _text_of(event)
             choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
-        body = self._body([choice])
-        if self._include_usage:
-            body.usage = None
+        body = self._chunk(choice)
         if isinstance(event, Ending):
             body.timings = timings_body(event.result)
         yield data(body.json_bytes())
 
     def end(self) -> Iterator[bytes]:
         """Counts, if they are wanted, and the word that OpenAI's streams end with."""
-        if self._include_usage:
+        if self._asked.include_usage:
             body = self._body([])
             body.usage = usage_body(self._endings, self._answers.n_prompt)
             yield data(body.json_bytes())
@@ -127,6 +134,12 @@ class CompletionWriter:
     def fail(self, problem: Problem) -> Iterable[bytes]:
         """OpenAI's clients raise what an event with `error` says."""
         return [data(json_bytes(problem.openai))]
+
+    def _chunk(self, choice: CompletionChoice) -> Completion:
+        body = self._body([choice])
+        if self._asked.include_usage:  # null in all but the last
+            body.usage = None
+        return body
 
     def _body(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(

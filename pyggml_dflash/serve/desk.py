@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pyggml_dflash.api import AsyncTextStream
-from pyggml_dflash.requests import GenerationResult, Progress
+from pyggml_dflash.requests import GenerationResult
 from pyggml_dflash.serve.problems import queue_full
 
 State = Literal["queued", "prefill", "decode"]
@@ -48,11 +48,6 @@ class Ticket:
     def age_s(self) -> float:
         """Seconds since it was admitted."""
         return time.monotonic() - self.started_s
-
-    def on_progress(self, progress: Progress) -> None:
-        """The engine reads the prompt; its first report tells what it need not read."""
-        if self.n_cached is None:
-            self.n_cached = progress.done
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ from pyggml_dflash.serve.messages_bodies import (
 from pyggml_dflash.serve.messages_turns import beginning, is_begun, turns_of
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.prompt_progress import PromptProgress
 from pyggml_dflash.serve.questions import Question, chat_prompt, chat_question
 from pyggml_dflash.serve.service import Service, off_loop
 from pyggml_dflash.serve.sse import Gathered, data, reply
@@ -147,6 +148,10 @@ class MessageWriter:
     def begin(self) -> Iterator[bytes]:
         """The message without its content."""
         yield _event({"type": "message_start", "message": self._message([], None).model_dump()})
+
+    def read(self, index: int, progress: PromptProgress) -> Iterable[bytes]:
+        """Nothing: the protocol has no event for it."""
+        return []
 
     def write(self, index: int, event: Part | Ending) -> Iterator[bytes]:
         """Blocks as they come, then how the answer ended."""

@@ -10,6 +10,7 @@ from pyggml_dflash.api import Engine
 from pyggml_dflash.requests import GenerationResult, TokenLogprob
 from pyggml_dflash.serve.bodies import ResponseBody
 from pyggml_dflash.serve.parts import Ending, EndReason
+from pyggml_dflash.serve.prompt_progress import PromptProgress
 
 NO_LOGPROB = -9999.0  # OpenAI's figure for a token that cannot be
 
@@ -53,6 +54,15 @@ class TimingsBody(ResponseBody):
     prefill_ms: float
     decode_ms: float
     acceptance_length: float | None
+
+
+class ProgressBody(ResponseBody):
+    """How far a prompt is read, in tokens of it."""
+
+    total: int
+    cache: int = Field(description="Those that were continued from a stored state.")
+    processed: int = Field(description="Those that are read, the continued ones included.")
+    time_ms: int
 
 
 class TopToken(ResponseBody):
@@ -165,6 +175,7 @@ class ChatChunk(ResponseBody):
     choices: list[ChatChunkChoice]
     usage: UsageBody | None = None
     timings: TimingsBody | None = None
+    prompt_progress: ProgressBody | None = None
 
 
 class CompletionLogprobs(ResponseBody):
@@ -195,6 +206,7 @@ class Completion(ResponseBody):
     choices: list[CompletionChoice]
     usage: UsageBody | None = None
     timings: TimingsBody | None = None
+    prompt_progress: ProgressBody | None = None
 
 
 def usage_body(endings: list[Ending], n_prompt: int) -> UsageBody:
@@ -225,6 +237,13 @@ def timings_body(result: GenerationResult) -> TimingsBody:
         prefill_ms=1000 * timings.prefill_s,
         decode_ms=1000 * timings.decode_s,
         acceptance_length=None if spec is None or not spec.verify_steps else spec.acceptance_length,
+    )
+
+
+def progress_body(progress: PromptProgress) -> ProgressBody:
+    """One report."""
+    return ProgressBody(
+        total=progress.total, cache=progress.cache, processed=progress.processed, time_ms=progress.time_ms
     )
 
 

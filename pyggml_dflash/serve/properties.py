@@ -64,6 +64,7 @@ def _model(info: EngineInfo) -> dict[str, Any]:
         "draft": info.draft,
         "draft_path": None if info.draft is None else info.draft.path,
         "has_chat_template": info.has_chat_template,
+        "chat_template_file": info.chat_template_file,
     }
 
 

@@ -23,6 +23,7 @@ from pyggml_dflash.serve.documents import answer_responses
 from pyggml_dflash.serve.openai_bodies import token_body
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.prompt_progress import PromptProgress
 from pyggml_dflash.serve.questions import Question, chat_question
 from pyggml_dflash.serve.responses_bodies import (
     LOGPROBS,
@@ -180,6 +181,10 @@ class ResponseWriter:
         """The response without its output."""
         yield self._state("created", self._response("in_progress"))
         yield self._state("in_progress", self._response("in_progress"))
+
+    def read(self, index: int, progress: PromptProgress) -> Iterable[bytes]:
+        """Nothing: the protocol has no event for it."""
+        return []
 
     def write(self, index: int, event: Part | Ending) -> Iterator[bytes]:
         """Items as they come, then the whole response."""

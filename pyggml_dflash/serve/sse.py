@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from pyggml_dflash.requests import Progress
 from pyggml_dflash.serve.answers import Answers
 from pyggml_dflash.serve.bodies import ResponseBody, json_response
 from pyggml_dflash.serve.guard import request_id
 from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem, problem_of
+from pyggml_dflash.serve.prompt_progress import PromptProgress
 from pyggml_dflash.serve.questions import Question
 from pyggml_dflash.serve.service import Service
 
@@ -30,6 +30,9 @@ class Writer(Protocol):
 
     def begin(self) -> Iterable[bytes]:
         """What comes before the answer."""
+
+    def read(self, index: int, progress: PromptProgress) -> Iterable[bytes]:
+        """What a report on an answer's prompt becomes, beside the comment that has it too."""
 
     def write(self, index: int, event: Part | Ending) -> Iterable[bytes]:
         """What an event of an answer becomes; its ending is the last one."""
@@ -92,9 +95,10 @@ class EventStream(Response):
             await out(self._writer.fail(problem_of(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _chunks(self, index: int, event: Progress | Part | Ending) -> Iterable[bytes]:
-        if isinstance(event, Progress):
-            return [comment(f"{event.phase} {event.done}/{event.total}")]
+    def _chunks(self, index: int, event: PromptProgress | Part | Ending) -> Iterable[bytes]:
+        if isinstance(event, PromptProgress):
+            said = comment(f"prefill {event.processed}/{event.total}")
+            return [said, *self._writer.read(index, event)]
         return self._writer.write(index, event)
 
     def _silence(self) -> bytes:
@@ -133,7 +137,7 @@ async def gather(receive: Receive, answers: Answers) -> Gathered | None:
             index, event = item
             if isinstance(event, Ending):
                 endings[index] = event
-            elif not isinstance(event, Progress):
+            elif not isinstance(event, PromptProgress):
                 parts[index].append(event)
         return [(parts[i], endings[i]) for i in range(answers.n)]
 

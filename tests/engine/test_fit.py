@@ -211,6 +211,8 @@ def test_what_auto_finds_is_what_the_flags_open_again() -> None:
 
 
 def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
     options = EngineOptions(
         model=QWEN35,
         max_ctx="auto:700",
@@ -240,6 +242,7 @@ def test_the_flags_of_a_report_name_every_option_that_is_no_default(tmp_path: Pa
         kv_cache_dir=tmp_path / "states",
         kv_cache_budget=7,
         kv_cache_min_tokens=9,
+        chat_template=template,
         nfc=False,
         allow_batch_variance=True,
     )

@@ -22,6 +22,7 @@ from pyggml_dflash import (
     SamplingOptions,
     TextStream,
 )
+from pyggml_dflash.engine import invariance
 from pyggml_dflash.options import Spec
 from tests.engine.apart import program
 from tests.engine.hostile import edited
@@ -339,6 +340,29 @@ def test_closing_ends_what_runs_and_refuses_what_waits(long_llama: Path, n_answe
     for future in scored:
         error = future.exception(PATIENCE_S)
         assert error is None or isinstance(error, EngineClosed)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_slots_take_turns_where_rows_round_otherwise_unless_that_is_allowed(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which kernels of a CPU do not, so the comparison of whole forwards is told so."""
+    monkeypatch.setattr(invariance, "_agreeing_rows", lambda *_: 1)
+    with opened(QWEN35, slots=3, max_ctx=512, chunk=32, allow_batch_variance=allowed) as engine:
+        info = engine.info
+        if allowed:
+            expected = ("batched", 3, "rows may be rounded otherwise than alone, as asked for")
+        else:
+            expected = ("sequential", 1, "whole forwards of two rows round otherwise than those of one")
+        assert (info.decode_mode, info.decode_rows, info.decode_reason) == expected
+        calls = [
+            lambda i=i: engine.generate(prompt(9 + 30 * i, seed=i), max_tokens=20, ignore_eos=True).tokens
+            for i in range(3)
+        ]
+        alone = [call() for call in calls]
+        together = at_once(calls)  # type: ignore[arg-type]
+        assert [len(tokens) for tokens in together] == [20] * 3
+        assert together == alone or allowed
 
 
 def test_event_loops_of_several_threads_are_served_together(engine: Engine) -> None:

@@ -13,6 +13,7 @@ import pytest
 from pyggml_dflash.arch import ARCHITECTURES
 from pyggml_dflash.arch.base import GraphKey
 from pyggml_dflash.engine.batching import Batching
+from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.invariance import measure_batching
 from pyggml_dflash.ggml.arena import read_bytes, write
 from pyggml_dflash.ggml.device import Backend
@@ -217,8 +218,18 @@ def test_a_device_that_lacks_operations_computes_the_same(
         np.testing.assert_array_equal(decode_in_turns(parts), alone.logits)
 
 
+def n_operations(forwards: Forwards, slots: Sequence[int]) -> int:
+    """Of a forward of one row of each; copies are among them."""
+    parts = tuple(forwards._row_key(slot, 5, capture=False) for slot in slots)
+    builder = forwards.builder(GraphKey.batch(parts))
+    try:
+        return builder.n_nodes
+    finally:
+        builder.close()
+
+
 def test_any_pair_of_slots_is_the_same_work_from_step_to_step(model: Path) -> None:
-    """Each set of slots has a graph of its own, built once until one of its slots enters the next bucket."""
+    """B27: each set of slots has a graph of its own, of as many operations, built once per bucket."""
     pairs = ((0, 1), (0, 2), (1, 3), (2, 3))
     with opened(model) as parts:
         forwards, slots = parts.forwards, parts.slots.slots
@@ -232,6 +243,7 @@ def test_any_pair_of_slots_is_the_same_work_from_step_to_step(model: Path) -> No
             for i in pair:
                 slots[i].commit(1)
         assert n_built == [1] * len(pairs) + [0] * (4 * len(pairs))
+        assert len({n_operations(forwards, pair) for pair in pairs}) == 1
 
 
 def test_a_forward_of_many_rows_stays_below_the_bound_on_its_operations(

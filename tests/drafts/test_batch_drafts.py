@@ -187,7 +187,10 @@ KEPT = ([1, 3], [2, 1, 2], [1, 1, 2, 3])
 def test_rows_of_several_slots_are_what_each_gets_alone(
     target: Target, forwards: Forwards, shares: list[int], kept: list[int]
 ) -> None:
-    """Bit by bit: logits, what is recorded for a drafter, and the state that those leave which are kept."""
+    """B25: bit by bit, and each keeps another number of its rows, the windows of convolutions included.
+
+    Logits, what is recorded for a drafter, and the state that those rows leave which are kept.
+    """
     slots = target.slots.slots[: len(shares)]
     depths = (5, 66, 20, 251)
 

@@ -368,6 +368,7 @@ with opened(LLAMA, max_ctx=256, threads=2) as engine:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_is_told_and_can_open_its_own_engine() -> None:
+    """B49: a fork after loading."""
     done = program(CHILD, warnings="default")
     assert (done.returncode, done.stdout) == (0, "0 True\n"), done.stderr
 

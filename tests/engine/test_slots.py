@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,37 @@ def test_more_requests_than_slots_are_answered_in_order(loaded: Loaded) -> None:
     assert [seen(reader.result()) for reader in readers] == alone
     starts = [reader.result().timings.queue_s + reader.submitted_s for reader in readers]
     assert starts == sorted(starts)
+
+
+def test_who_may_not_draft_beside_others_drafts_before_and_afterwards(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows of several slots would not agree in one verify forward."""
+    first, second = short_and_long(60)[0], replace(short_and_long(6)[3], tokens=tuple(prompt(20, seed=5)))
+    run: list[str] = []
+
+    def noted(name: str) -> None:
+        own = getattr(forwards, name)
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            run.append(name)
+            return own(*arguments, **more)
+
+        monkeypatch.setattr(forwards, name, call)
+
+    with loaded_with(model, 3) as loaded:
+        forwards = loaded.core._forwards
+        forwards.use(replace(forwards.batching, ragged_rows=1))
+        alone = [seen(answered(loaded, replace(request, spec="off"))) for request in (first, second)]
+        for name in ("verify", "decode_batch", "verify_ragged"):
+            noted(name)
+        readers = [Reader(first), Reader(second)]
+        serve(loaded, [Arrival(0, readers[0]), Arrival(6, readers[1])])
+        assert [seen(reader.result()) for reader in readers] == alone
+        stats = readers[0].result().speculation
+    assert [name for name, _ in groupby(run)] == ["verify", "decode_batch", "verify"]
+    assert stats is not None
+    assert (stats.verify_steps, stats.shared_steps) == (run.count("verify"), 0)
 
 
 def test_drafts_go_on_beside_others_and_the_text_stays(loaded: Loaded) -> None:

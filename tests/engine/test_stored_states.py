@@ -252,6 +252,7 @@ def test_little_room_skips_captures_and_changes_no_answer(plain: Engine) -> None
         assert stats is not None
         assert stats.n_bytes <= stats.limit_bytes == 3 * size // 2
         assert stats.evicted + stats.superseded + sum(stats.capture_skips.values()) > 0
+        assert stats.restored > 0
         assert stats.capture_failures == {}
 
 

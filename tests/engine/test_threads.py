@@ -196,7 +196,9 @@ def watch(progress):
         while not stopping:
             pass
 stopping = False
-engine = opened(Path(sys.argv[1]), max_ctx=65536, chunk=16)
+engine = opened(Path(sys.argv[1]), max_ctx=65536, chunk=16, slots=2)
+other = engine.stream(prompt(5), max_tokens=200, ignore_eos=True)
+next(other)
 stream = engine.stream(prompt(60000), progress=watch)
 cancel = stream.cancel
 def note():
@@ -208,7 +210,7 @@ try:
     list(stream)
 except KeyboardInterrupt:
     stream.cancel()
-    print(stream.result.finish_reason, done[-1] <= 80)
+    print(stream.result.finish_reason, done[-1] <= 80, len(other.result.tokens))
 print(len(engine.generate(prompt(5), max_tokens=3, ignore_eos=True).tokens))
 engine.close()
 """
@@ -216,8 +218,9 @@ engine.close()
 
 @on_posix
 def test_an_interrupt_in_prefill_returns_within_a_chunk(long_llama: Path) -> None:
+    """B49: also beside another answer, which goes on."""
     done = program(INTERRUPTED, long_llama)
-    assert (done.returncode, done.stdout) == (0, "cancelled True\n3\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "cancelled True 200\n3\n"), done.stderr
 
 
 GENERATE_INTERRUPTED = """

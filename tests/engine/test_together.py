@@ -22,11 +22,14 @@ from pyggml_dflash import (
     SamplingOptions,
     TextStream,
 )
+from pyggml_dflash.engine import invariance
+from pyggml_dflash.options import Spec
 from tests.engine.apart import program
 from tests.engine.hostile import edited
 from tests.engine.tiny import LLAMA, PATIENCE_S, QWEN35, opened, prompt
 
 N_SLOTS = 4
+WIDTH = 2  # given, so that drafts are verified however slow the machine is
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +40,19 @@ def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["off", "mtp"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with opened(QWEN35, spec=request.param, slots=N_SLOTS, max_ctx=512, chunk=32) as engine:
+    with opened(QWEN35, spec=request.param, spec_width=WIDTH, slots=N_SLOTS, max_ctx=512, chunk=32) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def pico() -> Iterator[Engine]:
-    with opened(None, spec="auto", slots=N_SLOTS, max_ctx=512) as engine:
+    with opened(None, spec="auto", spec_width=WIDTH, slots=N_SLOTS, max_ctx=512) as engine:
         yield engine
+
+
+def n_drafted_together(results: list[GenerationResult]) -> int:
+    """Verify forwards that several of them shared."""
+    return sum(result.speculation.shared_steps for result in results if result.speculation is not None)
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -71,12 +79,15 @@ def eventually(true: Callable[[], bool]) -> None:
 
 
 def test_equal_prompts_at_once_have_one_answer(engine: Engine) -> None:
+    """B24: with drafts too."""
+
     def call() -> GenerationResult:
         return engine.generate(prompt(50), max_tokens=24, ignore_eos=True)
 
     alone = call()
     results = at_once([call] * 12)
     assert {(result.tokens, result.text) for result in results} == {(alone.tokens, alone.text)}
+    assert (n_drafted_together(results) > 0) == (engine.info.spec == "mtp")
 
 
 NAMES = (
@@ -86,14 +97,16 @@ NAMES = (
 
 
 def test_no_word_of_one_prompt_is_in_the_answer_to_another(pico: Engine) -> None:
-    """Sixteen stories, each about somebody else."""
+    """B24: sixteen stories, each about somebody else, drafted beside each other."""
     prompts = [f"Once upon a time there was a child named {name}. {name} liked to" for name in NAMES]
 
-    def tell(text: str) -> str:
-        return pico.generate(text, max_tokens=60).text
+    def tell(text: str, spec: Spec | None = None) -> GenerationResult:
+        return pico.generate(text, max_tokens=50, spec=spec)
 
-    alone = [tell(text) for text in prompts]
-    together = at_once([lambda text=text: tell(text) for text in prompts])  # type: ignore[misc]
+    alone = [tell(text, "off").text for text in prompts]
+    results = at_once([lambda text=text: tell(text) for text in prompts])  # type: ignore[misc]
+    together = [result.text for result in results]
+    assert n_drafted_together(results) > 0
     assert sum(name in text for name, text in zip(NAMES, together, strict=True)) >= 8
     for i, (text, own) in enumerate(zip(together, alone, strict=True)):
         others = {name for name in NAMES if name in text} - {NAMES[i]}
@@ -102,6 +115,8 @@ def test_no_word_of_one_prompt_is_in_the_answer_to_another(pico: Engine) -> None
 
 @pytest.mark.parametrize("n", [2, 3, 4, 9])
 def test_requests_of_one_moment_all_get_their_answers(engine: Engine, n: int) -> None:
+    """B26: of a model with delta nets, whose prompts begin in one step."""
+
     def call(i: int) -> tuple[int, ...]:
         return engine.generate(prompt(3 + 20 * i, seed=i), max_tokens=6 + i, ignore_eos=True).tokens
 
@@ -111,6 +126,7 @@ def test_requests_of_one_moment_all_get_their_answers(engine: Engine, n: int) ->
 
 
 def test_threads_tasks_and_other_calls_share_an_engine(engine: Engine) -> None:
+    """B49: eight threads, five calls each."""
     text = prompt(60, seed=3)
     sampling = SamplingOptions(temperature=0.8, seed=11)
 
@@ -326,6 +342,29 @@ def test_closing_ends_what_runs_and_refuses_what_waits(long_llama: Path, n_answe
         assert error is None or isinstance(error, EngineClosed)
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_slots_take_turns_where_rows_round_otherwise_unless_that_is_allowed(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which kernels of a CPU do not, so the comparison of whole forwards is told so."""
+    monkeypatch.setattr(invariance, "_agreeing_rows", lambda *_: 1)
+    with opened(QWEN35, slots=3, max_ctx=512, chunk=32, allow_batch_variance=allowed) as engine:
+        info = engine.info
+        if allowed:
+            expected = ("batched", 3, "rows may be rounded otherwise than alone, as asked for")
+        else:
+            expected = ("sequential", 1, "whole forwards of two rows round otherwise than those of one")
+        assert (info.decode_mode, info.decode_rows, info.decode_reason) == expected
+        calls = [
+            lambda i=i: engine.generate(prompt(9 + 30 * i, seed=i), max_tokens=20, ignore_eos=True).tokens
+            for i in range(3)
+        ]
+        alone = [call() for call in calls]
+        together = at_once(calls)  # type: ignore[arg-type]
+        assert [len(tokens) for tokens in together] == [20] * 3
+        assert together == alone or allowed
+
+
 def test_event_loops_of_several_threads_are_served_together(engine: Engine) -> None:
     async def gather(seed: int) -> list[str]:
         async def one(i: int) -> str:
@@ -361,5 +400,6 @@ with opened(LLAMA, max_ctx=256, slots=3) as engine:
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="this system has no fork")
 def test_a_forked_child_is_told_while_several_answers_run() -> None:
+    """B49: and its parent goes on."""
     done = program(FORKED, warnings="default")
     assert (done.returncode, done.stdout) == (0, "0 [150, 150, 150, 150, 150]\n"), done.stderr

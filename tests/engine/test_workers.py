@@ -278,6 +278,26 @@ def test_an_engine_is_parked_without_its_worker_and_comes_back_with_it(worker: W
             again.kill()
 
 
+def test_states_of_a_parked_engine_stay_in_system_memory_and_are_continued(worker: Worker) -> None:
+    with opened(QWEN35, device=worker.name, max_ctx=1024, chunk=64, slots=2) as engine:
+        info, text = engine.info, prompt(900)
+        cold = engine.generate(text, max_tokens=6, ignore_eos=True)
+        for _ in range(2):
+            engine.park()
+            (stored,) = engine.snapshots.list()
+            held = {device: terms for device, terms in engine.memory().items() if terms}
+            assert held.keys() == {"CPU"}
+            assert held["CPU"].keys() == {"snapshots"}
+            engine.unpark()
+            assert engine.info == info
+            found = engine.generate(text, max_tokens=6, ignore_eos=True)
+            assert found.usage.cached_tokens == stored.n_past > 800
+            assert found.tokens == cold.tokens
+        stats = engine.stats().snapshots
+    assert stats is not None
+    assert (stats.place, stats.captured, stats.restored, stats.capture_failures) == ("host", 1, 2, {})
+
+
 # reports
 
 

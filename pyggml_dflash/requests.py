@@ -353,6 +353,7 @@ class EngineStats:
     granule_times: Histogram = field(default_factory=Histogram)  # of the prompts' forwards in one step
     pool: PoolReport = field(default_factory=PoolReport)
     devices: Mapping[str, DeviceMemory] = field(default_factory=dict)  # those of this machine, by name
+    joined_prompts: int = 0  # forwards that prompts of several slots shared
     snapshots: SnapshotStats | None = None  # None: states are not stored
 
 

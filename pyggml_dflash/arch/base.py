@@ -6,9 +6,9 @@ copies state walks it, so none of them can forget a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
@@ -83,7 +83,7 @@ class GraphKey:
     update: StateUpdate = "commit"
     capture: bool = False  # record what a drafter reads
     form: str = ""  # which of its forms of a forward the architecture chose; most have one
-    parts: tuple[GraphKey, ...] = ()  # what each row is alone, where rows attend on their own
+    parts: tuple[GraphKey, ...] = ()  # what each row, or each prompt's rows, are alone, if they attend so
 
     @property
     def mixes_slots(self) -> bool:
@@ -104,15 +104,42 @@ class GraphKey:
             n_tokens=len(parts), n_kv=0, slot=-1, output="all", update=update, capture=True, parts=parts
         )
 
+    @classmethod
+    def prompts(cls, parts: tuple[GraphKey, ...]) -> GraphKey:
+        """Forwards of the prompts of several slots, in one graph; logits are of the last row of some."""
+        assert all(part.output != "all" and part.update == "commit" for part in parts)
+        return cls(
+            n_tokens=sum(part.n_tokens for part in parts),
+            n_kv=0,
+            slot=-1,
+            output="last" if any(part.output == "last" for part in parts) else "none",
+            capture=any(part.capture for part in parts),
+            parts=parts,
+        )
+
+    @property
+    def joins_prompts(self) -> bool:
+        """True for prompts of several slots, each of which attends on its own and records on its own."""
+        return self.mixes_slots and self.output != "all"
+
     @property
     def stretches(self) -> tuple[tuple[int, int, int], ...]:
-        """Of a ragged key, for each slot: the slot, its first row, and how many rows it has."""
-        found = list[tuple[int, int, int]]()
-        for slot, rows in groupby(range(self.n_tokens), lambda i: self.parts[i].slot):
-            first, *rest = rows
-            found.append((slot, first, 1 + len(rest)))
+        """Of a key that mixes slots, for each slot: the slot, its first row, and how many rows it has."""
+        found, start = list[tuple[int, int, int]](), 0
+        for slot, parts in groupby(self.parts, lambda part: part.slot):
+            n = sum(part.n_tokens for part in parts)
+            found.append((slot, start, n))
+            start += n
         assert len({slot for slot, _, _ in found}) == len(found), "a slot's rows lie one behind the other"
         return tuple(found)
+
+    @property
+    def rows_with_logits(self) -> tuple[int, ...]:
+        """Where logits are wanted of the last row, or of that of some prompts: which rows that are."""
+        if not self.mixes_slots:
+            return (self.n_tokens - 1,)
+        ends = accumulate(part.n_tokens for part in self.parts)
+        return tuple(end - 1 for end, part in zip(ends, self.parts, strict=True) if part.output == "last")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +163,8 @@ class Step:
 
     Where rows attend on their own, `parts` are their steps, each with cache rows, mask and inputs as if it
     were alone. In a batch, where each is of another slot, `slots` I32 [n_tokens] tells which. In a ragged
-    forward, where a slot may have several rows, `stretches` tell which are whose.
+    forward, where a slot may have several rows, and where prompts are joined, `stretches` tell which are
+    whose; a part of a joined prompt has all rows of its slot.
     """
 
     key: GraphKey
@@ -163,9 +191,9 @@ class Step:
 
     def capture_layer(self, g: GraphBuilder, layer: int, x: Tensor) -> None:
         """Record x [n_embd, M], the input of a trunk layer, if the drafter reads it."""
-        if self.slots is not None:
-            for i, part in enumerate(self.parts):
-                part.capture_layer(g, layer, g.only(x, 1, i))
+        if self.records_apart:
+            for part, start in self.parts_from():
+                part.capture_layer(g, layer, rows_of(g, x, 1, start, part.key.n_tokens))
             return
         if self.capture is None or layer not in self.capture.layers:
             return
@@ -177,9 +205,9 @@ class Step:
 
     def capture_hidden(self, g: GraphBuilder, x: Tensor) -> None:
         """Record x [n_embd, M], what the head reads; row 0 is the one before the log's first."""
-        if self.slots is not None:
-            for i, part in enumerate(self.parts):
-                part.capture_hidden(g, g.only(x, 1, i))
+        if self.records_apart:
+            for part, start in self.parts_from():
+                part.capture_hidden(g, rows_of(g, x, 1, start, part.key.n_tokens))
             return
         if self.capture is None or not self.capture.hidden:
             return
@@ -190,13 +218,27 @@ class Step:
         g.expand(g.set_rows(g.view(target, (width, n), (row,), row), x, self.log))
 
     @property
+    def records_apart(self) -> bool:
+        """True if each part captures what a drafter reads, or does not, on its own."""
+        return self.slots is not None or self.key.joins_prompts
+
+    def parts_from(self) -> Iterator[tuple[Step, int]]:
+        """The parts, each with the first of its rows."""
+        start = 0
+        for part in self.parts:
+            yield part, start
+            start += part.key.n_tokens
+
+    @property
     def needs_all_rows(self) -> bool:
         """True if the last layer has to be computed for every row."""
+        if self.key.joins_prompts:
+            return any(part.needs_all_rows for part in self.parts)
         return self.key.output == "all" or (self.capture is not None and self.capture.hidden)
 
     @property
     def ends_alone(self) -> bool:
-        """True if logits are wanted of the last row of several.
+        """True if logits are wanted of the last row of several, or of that of some joined prompts.
 
         What leads from the last layer's mixer to them is computed for that row alone, also where all rows
         are: kernels round one row otherwise than many, and a drafter must not show in the target's choice.
@@ -206,6 +248,11 @@ class Step:
 
 State = Mapping[str, Tensor]
 Record = Mapping[str, Tensor]
+
+
+def rows_of(g: GraphBuilder, x: Tensor, dim: int, start: int, n: int) -> Tensor:
+    """`n` rows of `x` from `start` on, along its last dimension `dim`; no copy."""
+    return g.view(x, (*x.shape[:dim], n), x.strides[1 : dim + 1], start * x.strides[dim])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +266,7 @@ class Stretch:
 
     def rows(self, g: GraphBuilder, x: Tensor, dim: int = 1) -> Tensor:
         """Its rows of `x`, whose last dimension `dim` has those of all; no copy."""
-        shape = (*x.shape[:dim], self.n)
-        return g.view(x, shape, x.strides[1 : dim + 1], self.start * x.strides[dim])
+        return rows_of(g, x, dim, self.start, self.n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

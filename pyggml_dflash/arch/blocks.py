@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pyggml_dflash.arch.base import State, Step
+from pyggml_dflash.arch.base import State, Step, rows_of
 from pyggml_dflash.arch.tiled import attend_in_tiles, joined_heads, repeated_mask
 from pyggml_dflash.ggml.ops import GraphBuilder, RopeParams
 from pyggml_dflash.ggml.tensor import Tensor
@@ -31,12 +31,13 @@ def embed(g: GraphBuilder, weights: LoadedWeights, step: Step) -> Tensor:
 
 
 def last_row(g: GraphBuilder, x: Tensor, step: Step) -> Tensor:
-    """The last row of x [n, M], or all rows, as the step's output asks."""
-    n_embd, n_tokens = x.shape[0], step.key.n_tokens
-    if step.key.output != "last" or n_tokens == 1:
+    """The last row of x [n, M], that of each joined prompt which ends, or all rows, as the output asks."""
+    if step.key.output != "last" or step.key.n_tokens == 1:
         return x
-    stride = x.strides[1]
-    return g.view(x, (n_embd, 1), (stride,), (n_tokens - 1) * stride)
+    first, *others = (rows_of(g, x, 1, row, 1) for row in step.key.rows_with_logits)
+    for other in others:
+        first = g.concat(first, other, 1)
+    return first
 
 
 def head(g: GraphBuilder, weights: LoadedWeights, x: Tensor) -> Tensor:
@@ -112,11 +113,11 @@ class KVView:
 
 
 def apart(g: GraphBuilder, step: Step, mix: Callable[[Step, int], Tensor]) -> Tensor:
-    """`mix(part, i)`, [n, 1], for each row of a batch: [n, M]."""
+    """`mix(part, start)`, [n, rows], for each part, whose rows begin at `start`: [n, M]."""
     rows: Tensor | None = None
-    for i, part in enumerate(step.parts):
-        row = mix(part, i)
-        rows = row if rows is None else g.concat(rows, row, 1)
+    for part, start in step.parts_from():
+        own = mix(part, start)
+        rows = own if rows is None else g.concat(rows, own, 1)
     assert rows is not None
     return rows
 
@@ -146,7 +147,11 @@ def attend(
     `mask` stands for the step's own, and leaves at most `max_visible` cache rows to a row (0: unknown).
     """
     if step.parts:
-        return apart(g, step, lambda part, i: attend(g, g.only(q, 2, i), cache, part, scale))
+
+        def alone(part: Step, start: int) -> Tensor:
+            return attend(g, rows_of(g, q, 2, start, part.key.n_tokens), cache, part, scale)
+
+        return apart(g, step, alone)
     mask = step.mask if mask is None else mask
     assert mask is not None
     with g.at(cache.k):  # rows of the cache stay where they are

@@ -160,7 +160,7 @@ def _run_stretches(
     state: State,
     step: Step,
 ) -> Tensor:
-    """Each slot's rows from its own state, which is left as it is; they are recorded."""
+    """Each slot's rows from its own state, which is committed, or left as it is while they are recorded."""
     net, update = config.delta_net, step.key.update
     assert net is not None
     found: Tensor | None = None
@@ -168,7 +168,10 @@ def _run_stretches(
         now = slot_state(g, config, state, layer, stretch.slot)
         own = DeltaRows(*(stretch.rows(g, x) for x in (rows.mixed, rows.decay, rows.beta)))
         scan = delta_scan(g, w, own, now, net, config.norm_eps, stretch.n if update == "snapshots" else 1)
-        record_rows(g, stretch.record, layer, own, scan, update)
+        if update == "commit":
+            scan.commit(g, now)
+        else:
+            record_rows(g, stretch.record, layer, own, scan, update)
         outputs = scan.outputs(g)
         found = outputs if found is None else g.concat(found, outputs, 2)
     assert found is not None

@@ -15,6 +15,9 @@ DecodeMode = Literal["single", "batched", "padded", "sequential"]
 # What products may be made of, the cheapest first.
 PADDINGS: Final = (Padding(), Padding(least=2), Padding(least=4, multiple=4))
 MOST_ROWS: Final = 16  # of one decode forward; more slots take turns
+MOST_JOINED: Final = 128  # rows of a forward that several prompts share
+# The same on a CPU, where more give little (docs/measurements/cpu-batches.md), and on a worker, often one.
+MOST_JOINED_CPU: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class Batching:
     reason: str
     verify_rows: int = 1  # most rows of a verify forward that give what decoding gives; 1: unknown
     ragged_rows: int = 1  # the same for one over several slots, of all of them together; 1: unknown
+    joined_rows: range = range(0)  # of prompts, and of all together, that may share a forward
+    joined_reason: str = "there is one slot"
     paddings: Paddings = NO_PADDING  # of products with weights
 
 
@@ -36,5 +41,5 @@ def most_ragged_rows(n_slots: int, max_width: int) -> int:
 
 
 UNMEASURED: Final = Batching(mode="batched", rows=MOST_ROWS, exact=False, reason="nothing was measured")
-# What takes most memory of all that a probe may choose.
+# What takes most memory of all that a probe may choose, but for `joined_rows`.
 LARGEST: Final = replace(UNMEASURED, paddings=Paddings(others=PADDINGS[-1]))

@@ -26,6 +26,7 @@ from pyggml_dflash.engine.drafting import Backlog, Drafter
 from pyggml_dflash.engine.failures import Failures
 from pyggml_dflash.engine.graphs import Forwards, Logits
 from pyggml_dflash.engine.prefill import PoolTrims
+from pyggml_dflash.engine.prompt_steps import PromptSteps
 from pyggml_dflash.engine.ragged import Ragged
 from pyggml_dflash.engine.regain import begin_again, regain
 from pyggml_dflash.engine.reuse import Reuse
@@ -81,6 +82,7 @@ class EngineCore:
         self.granule = granule_of(self.chunk, len(slots.slots))
         self._seats: list[Seat | None] = [None] * len(slots.slots)
         self._failures = Failures()
+        self._prompts = PromptSteps(forwards, self._backlogs, self._failures, trims)
         several = len(drafters) > 1
         self._ragged = Ragged(forwards, drafters, self._backlogs, self._failures) if several else None
 
@@ -181,10 +183,8 @@ class EngineCore:
         """
         self._check_thread()
         check_plan(plan, self.phases)
-        decoded: dict[int, Sequence[Chosen]] = {}
-        read: dict[int, Granule] = {}
-        failed: dict[int, Exception] = {}
-        regaining: set[int] = set()
+        decoded, read = dict[int, Sequence[Chosen]](), dict[int, Granule]()
+        failed, regaining = dict[int, Exception](), set[int]()
         runs = decode_step(
             self._forwards,
             self._backlogs,
@@ -193,10 +193,7 @@ class EngineCore:
             [self.seat(id) for id in plan.decode],
         )
         started_s = time.perf_counter()
-        for id in plan.prefill:
-            seat = self.seat(id)
-            work = self._regain if seat.regains else self._read
-            granule = self._failures.attempt(seat, partial(work, seat))
+        for id, granule in self._prefill([self.seat(id) for id in plan.prefill]).items():
             if isinstance(granule, Exception):
                 failed[id] = granule
             elif granule is None:
@@ -239,6 +236,43 @@ class EngineCore:
                     seat.phase = "done"
                     raise
 
+    def beside(self, id: int) -> tuple[int, ...]:
+        """The slots whose prompts go on in the same forward as that of slot `id`, if the plan names them."""
+        reading = [other for other, phase in enumerate(self.phases) if phase == "prefill" and other != id]
+        seats = self._prompts.beside(self.seat(id), [self.seat(other) for other in reading])
+        return tuple(seat.slot.id for seat in seats)
+
+    def _prefill(self, seats: Sequence[Seat]) -> dict[int, Granule | Exception | None]:
+        """One granule of each prompt, by its slot; None: it is behind, and runs again what it had."""
+        found = dict[int, Granule | Exception | None]()
+        for group in self._prompts.groups(seats):
+            found |= self._read_together(group) if len(group) > 1 else self._read_alone(group)
+        return found
+
+    def _read_alone(self, seats: Sequence[Seat]) -> dict[int, Granule | Exception | None]:
+        return {
+            seat.slot.id: self._failures.attempt(
+                seat, partial(self._regain if seat.regains else self._read, seat)
+            )
+            for seat in seats
+        }
+
+    def _read_together(self, seats: Sequence[Seat]) -> dict[int, Granule | Exception | None]:
+        """A forward for all; where it fails, one of each alone, once its state is good."""
+        try:
+            rows = self._prompts.run_together(seats)
+        except Exception as error:
+            self._failures.note(error, *seats)
+            whole = [seat for seat in seats if self._failures.leaves_whole(seat, error)]
+            lost = [seat for seat in seats if seat not in whole]
+            for seat in lost:
+                self._lose(seat)
+            return self._read_alone(whole) | dict.fromkeys((seat.slot.id for seat in lost), None)
+        return {
+            seat.slot.id: self._failures.attempt(seat, partial(self._behind, seat, own))
+            for seat, own in zip(seats, rows, strict=True)
+        }
+
     def _read(self, seat: Seat) -> Granule:
         """One granule of a prompt, committed."""
         slot, admission = seat.slot, seat.admission
@@ -246,7 +280,13 @@ class EngineCore:
         end = seat.end_behind(start)
         part, ahead, last = tokens[start:end], tokens[end : seat.end_behind(end)], end == len(tokens)
         output: OutputKind = "all" if admission.sampler is None else "last" if last else "none"
-        rows = self._run_prompt(slot, part, output, ahead=ahead, drafting=seat.drafts)
+        return self._behind(seat, self._prompts.run(slot, part, output, ahead=ahead, drafting=seat.drafts))
+
+    def _behind(self, seat: Seat, rows: Logits | None) -> Granule:
+        """What comes behind a forward of a prompt, which gave these logits."""
+        slot, admission = seat.slot, seat.admission
+        end = slot.n_past
+        last = end == len(admission.tokens)
         if seat.drafts:  # before the forward of another prompt overwrites what was recorded of this one
             self._failures.attempt_drafting(seat, self._backlogs[slot.id].settle)
         first: Chosen | None = None
@@ -270,7 +310,7 @@ class EngineCore:
 
     def _regain(self, seat: Seat) -> None:
         def run_prompt(tokens: Sequence[int], output: OutputKind) -> None:
-            self._run_prompt(seat.slot, tokens, output, ahead=(), drafting=False)
+            self._prompts.run(seat.slot, tokens, output, ahead=(), drafting=False)
 
         regain(self._forwards, seat, run_prompt)
 
@@ -303,25 +343,10 @@ class EngineCore:
         """
         self._check_thread()
         output: OutputKind = "last" if last else "none"
-        rows = self._run_prompt(slot, tokens, output, ahead=ahead, drafting=drafting)
+        rows = self._prompts.run(slot, tokens, output, ahead=ahead, drafting=drafting)
         if drafting and self._backlogs:
             self._backlogs[slot.id].settle()
         return None if rows is None else rows[0]
-
-    def _run_prompt(
-        self, slot: Slot, tokens: Sequence[int], output: OutputKind, *, ahead: Sequence[int], drafting: bool
-    ) -> Logits | None:
-        backlog = self._backlogs[slot.id] if drafting and self._backlogs else None
-        if backlog is not None:
-            if slot.n_past == 0:
-                backlog.begin()
-            backlog.make_room(len(tokens))
-        rows = self._forwards.prefill(slot, tokens, output, capture=backlog is not None, ahead=ahead)
-        if backlog is not None:
-            backlog.add(tokens, slot.n_past)
-        slot.commit(len(tokens))
-        self.trims.after_chunk(slot.n_past, slot=slot.id)
-        return rows
 
     def decode(self, slot: Slot, token: int) -> Logits:
         """Run one token in a slot that nobody was admitted to; its logits, overwritten by the next step."""
@@ -401,12 +426,14 @@ class EngineCore:
             peak_bytes=peaks,
             slots=slots,
             step_failures=self._failures.n,
+            joined_prompts=self._prompts.n_joined,
         )
 
     def add_counts(self, parked: EngineCore) -> None:
         """Count on from where the core of the same engine was parked."""
         self._check_thread()
         self._failures.n += parked._failures.n
+        self._prompts.n_joined += parked._prompts.n_joined
         self.trims.add(parked.trims.counts)
         self.trims.n_relieved += parked.trims.n_relieved
 

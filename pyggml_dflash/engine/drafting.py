@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Capture
 from pyggml_dflash.engine.graphs import Forwards
+from pyggml_dflash.engine.record_space import Room
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.errors import BackendError
 from pyggml_dflash.plan.measure import MemoryProbe
@@ -142,12 +143,13 @@ class Backlog:
         self._clear()
         self._drafter.begin()
 
-    def make_room(self, n: int) -> None:
-        """See to it that a forward can record `n` rows."""
+    def make_room(self, n: int, at: int = 0) -> None:
+        """See to it that a forward can record `n` rows; `at`: where in the room of prompts, if several do."""
         if self._room != self._own or len(self._tokens) + n > self._room.n_rows:
             self.take()
             if n > self._own.n_rows:
-                self._room = self._forwards.space.shared
+                shared = self._forwards.space.shared
+                self._room = Room(shared.first + at, shared.n_rows - at)
                 self._forwards.recorded[self._slot] = self._room.first
 
     def add(self, tokens: Sequence[int], n_past: int) -> None:

@@ -50,6 +50,13 @@ class Failures:
         places = ", ".join(f"slot {seat.slot.id} at position {seat.slot.n_past}" for seat in seats)
         LOG.warning("a step of %s failed: %s: %s", places, type(error).__name__, error)
 
+    def leaves_whole(self, seat: Seat, error: Exception) -> bool:
+        """Whether a forward that prompts shared left this one as it was; it goes on alone, undrafted."""
+        if seat.drafts:
+            seat.put_drafts_aside(f"drafting was put aside: {error}")
+        seat.failed_at, seat.may_join = seat.slot.n_past, False
+        return seat.is_whole
+
     def may_repeat(self, seat: Seat, error: Exception) -> bool:
         """Whether the step may be tried once more; it then has no drafts."""
         return self.may_regain(seat, error) and seat.is_whole

@@ -114,7 +114,8 @@ def build_graph(
     max_nodes = sum(model.architecture.max_nodes(model.config, len(key.parts)) + 64 for key, _ in forwards)
     max_nodes += max_nodes // model.config.n_layer  # the end of the last layer may be there twice
     max_nodes += max_nodes // 2 if model.paddings else 0
-    max_nodes += sum(TILED_NODES * model.config.n_layer for key, _ in forwards if model.in_tiles(key))
+    alone = (part for key, _ in forwards for part in key.parts or (key,))
+    max_nodes += sum(TILED_NODES * model.config.n_layer for key in alone if model.in_tiles(key))
     builder = builder_for(backend, max_nodes, model.paddings, stream_rows=model.stream_rows)
     outputs: list[Tensor] = []
     try:

@@ -16,7 +16,8 @@ from pyggml_dflash.arch.base import Capture, FedRows, GraphKey, Record, Step
 from pyggml_dflash.engine.batch_inputs import BatchInputs, with_parts
 from pyggml_dflash.engine.batching import most_ragged_rows
 from pyggml_dflash.engine.forward import MakeStep, Model
-from pyggml_dflash.engine.inputs import Inputs, RowGather
+from pyggml_dflash.engine.inputs import START, Inputs, RowGather
+from pyggml_dflash.engine.joined_prompts import PromptRows, joined_step
 from pyggml_dflash.engine.prompt_streams import PromptStreams
 from pyggml_dflash.engine.record_space import RecordSpace
 from pyggml_dflash.ggml.device import Backend
@@ -84,6 +85,22 @@ class ForwardInputs:
     def fill_chunk(self, slot: Slot, tokens: Sequence[int], keys: Sequence[GraphKey]) -> None:
         """Write `streams` for forwards that take one part of a prompt's tokens after the other."""
         self._fill_in_turn(slot, tokens, keys, self.streams)
+
+    def fill_prompts(self, prompts: Sequence[PromptRows], parts: Sequence[GraphKey]) -> None:
+        """Write the first of `streams` for a forward that joins prompts, whose rows lie side by side."""
+        every = [token for prompt in prompts for token in prompt.tokens]
+        x = every if self.gather is None else self.gather.gather(every)
+        inputs, at = self.streams[0], START
+        for prompt, part in zip(prompts, parts, strict=True):
+            slot, n, n_past = prompt.slot, part.n_tokens, prompt.slot.n_past
+            slot.offer(prompt.tokens)
+            own = x[at.row : at.row + n]
+            rows = own if self.gather is None else np.reshape(own, -1)
+            inputs.fill(rows, n, slot.id, n_past, self._n_ctx, at)
+            if part.capture:
+                inputs.fill_log(n, self._rows_to_log(slot, n).start, at)
+            inputs.fill_mask(n, n_past, part.n_kv, at)
+            at = at.behind(part)
 
     def fill_one(self, slot: Slot, token: int, key: GraphKey) -> None:
         """Write `ones` of a slot for its next token."""
@@ -156,6 +173,8 @@ class ForwardInputs:
                 own = self._apart[: len(key.parts)]
             elif isinstance(inputs, BatchInputs):
                 whole, own = inputs.step(g, key), tuple(self.ones[part.slot] for part in key.parts)
+            elif key.joins_prompts:
+                return joined_step(g, model, key, inputs, records[0], capture)
             else:
                 flash, tiled = model.uses_flash(key), model.in_tiles(key)
                 whole = inputs.step(g, key, flash, None, records[0], capture, tiled=tiled)

@@ -14,6 +14,7 @@ from pyggml_dflash.arch.base import Commit, GraphKey, OutputKind, StateUpdate
 from pyggml_dflash.arch.tiled import TILE_ROWS
 from pyggml_dflash.engine.batching import LARGEST, MOST_ROWS, most_ragged_rows
 from pyggml_dflash.engine.inputs import BUCKET, bucketed
+from pyggml_dflash.ggml.padding import MOST_PADDED
 from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def forward_needs(forwards: Forwards, probe: MemoryProbe) -> int:
     """
     before = forwards.batching
     if forwards.n_slots > 1:
-        forwards.use(LARGEST)
+        forwards.use(replace(LARGEST, joined_rows=range(1, forwards.most_joined + 1)))
     try:
         return _Needs(forwards, probe).find()
     finally:
@@ -50,6 +51,7 @@ class _Needs:
         found = [self._largest(1, self._depths)]
         if self._forwards.n_slots > 1:
             found.append(self._probe.largest((key, self._builder(key)) for key in self._batches()))
+            found.append(self._probe.largest((key, self._builder(key)) for key in self._joined()))
         if self._forwards.recording is not None:
             found.append(self._speculation())
         chunks, end = self._chunks(), (self._n_ctx,)
@@ -81,6 +83,34 @@ class _Needs:
         n = min(self._forwards.n_slots, MOST_ROWS)
         rows = (self._keys(1, self._depths, slot=slot) for slot in range(n))
         return [GraphKey.batch(parts) for parts in zip(*rows, strict=True)]
+
+    def _joined(self) -> list[GraphKey]:
+        """Forwards of most rows that prompts share: of as many prompts as there may be, of two, and with the
+        largest masks of tiles."""
+        forwards, limits = self._forwards, self._forwards.prompt_limits
+        if forwards.why_prompts_run_alone is not None or limits.most_rows < 2:
+            return []
+        rows, most = limits.most_rows, min(forwards.n_slots, limits.most_prompts)
+        if forwards.model.in_tiles(self._keys(2, (self._n_ctx,), slot=0)[-1]):
+            most = min(most, max(2, self._n_ctx // BUCKET))
+        found = list[GraphKey]()
+        for n in {rows // most, rows // 2, *self._with_large_masks()}:
+            n_equal = min(most, rows // n) if n else 0
+            rest = (rows - n * n_equal,) if n_equal < most and rows > n * n_equal else ()
+            if n_equal + len(rest) > 1:
+                found.append(self._joined_of((*(n,) * n_equal, *rest)))
+        return found
+
+    def _joined_of(self, sizes: Sequence[int]) -> GraphKey:
+        """Prompts with so many rows each, as deep as they may be together."""
+        in_tiles = self._forwards.model.in_tiles
+        alone = [self._keys(n, (self._n_ctx,), slot=slot)[-1] for slot, n in enumerate(sizes)]
+        tiled = [i for i, key in enumerate(alone) if in_tiles(key)]
+        for i in tiled:
+            share = max(1, self._n_ctx // BUCKET // len(tiled)) * BUCKET
+            rest = self._n_ctx - share * (len(tiled) - 1) if i == tiled[0] else share
+            alone[i] = replace(alone[i], n_kv=max(share, rest))
+        return GraphKey.prompts(tuple(alone))
 
     def _builder(self, key: GraphKey | Commit) -> Build:
         return partial(self._forwards.builder, key)
@@ -131,6 +161,8 @@ class _Needs:
         form, n_ctx, chunk = self._forwards.form, self._n_ctx, self._forwards.chunk
         most = last_of_each_run(lambda n: form(n_ctx - n, n, n_ctx), 1, chunk + 1)
         found = {min(chunk, SHORT_TAIL), *most, *self._with_large_masks()}
+        if self._forwards.model.paddings:  # then products of fewer rows are made of copies
+            found.add(max(1, min(chunk, MOST_PADDED) - 1))
         if streamed := self._forwards.model.stream_rows:
             found.add(min(chunk, streamed - 1))
         if self._forwards.streams.n > 1:

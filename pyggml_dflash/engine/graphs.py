@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 from pyggml_dflash.arch.base import Commit, GraphKey, OutputKind
 from pyggml_dflash.engine.batch_inputs import BatchInputs
-from pyggml_dflash.engine.batching import UNMEASURED, Batching
+from pyggml_dflash.engine.batching import MOST_JOINED, MOST_JOINED_CPU, UNMEASURED, Batching
 from pyggml_dflash.engine.forward import Model, Recording, build_graph, record_layout, record_places
 from pyggml_dflash.engine.forward_inputs import ForwardInputs
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
+from pyggml_dflash.engine.joined_prompts import PromptLimits, PromptRows
 from pyggml_dflash.engine.prompt_streams import ONE_STREAM, PromptStreams
 from pyggml_dflash.engine.record_space import RecordSpace
 from pyggml_dflash.ggml.arena import Home, SpreadArena
@@ -37,6 +38,7 @@ from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.products import Product, products
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
+from pyggml_dflash.model.weights import HEAD
 from pyggml_dflash.plan.measure import MemoryProbe
 from pyggml_dflash.state.slot import Slot, SlotTable
 
@@ -168,17 +170,8 @@ class Forwards:
         Returns logits F32 [rows, n_vocab] of the last row or of all, or None for output 'none'. The
         array is a copy. `ahead`: the tokens of the next chunk, for what the host can prepare meanwhile.
         """
-        n, n_past = len(tokens), slot.n_past
-        n_kv = bucketed(n_past + n)
-        key = GraphKey(
-            n_tokens=n,
-            n_kv=n_kv,
-            slot=slot.id,
-            output=output,
-            capture=capture,
-            form=self.form(n_past, n, n_kv),
-        )
-        keys = self.streams.keys(key, n_past, self.form)
+        key = self._chunk_key(PromptRows(slot, tokens, output, capture))
+        keys = self.streams.keys(key, slot.n_past, self.form)
         self._inputs.fill_chunk(slot, tokens, keys)
         graph = self._cache.once(*self._build_chunk(keys))
         try:
@@ -188,6 +181,60 @@ class Forwards:
             return None if output == "none" else np.concatenate(results)
         finally:
             graph.close()
+
+    def prefill_together(self, prompts: Sequence[PromptRows]) -> Logits | None:
+        """As `prefill`, rows of the prompts of several slots in one forward, up to `chunk` of them together.
+
+        Each attends and goes on from its state as alone. Logits F32 [n, n_vocab] of the last row of each that
+        wants them, a copy; None if none does.
+        """
+        parts = tuple(self._chunk_key(prompt) for prompt in prompts)
+        key = GraphKey.prompts(parts)
+        self._inputs.fill_prompts(prompts, parts)
+        graph = self._cache.once(*self._build(key, self._inputs.streams[0]))
+        try:
+            for prompt in prompts:
+                prompt.slot.torn = True
+            results = graph.run()
+            return None if key.output == "none" else results[0].copy()
+        finally:
+            graph.close()
+
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        """Which prompts may share a forward."""
+        return PromptLimits(self.model, self.batching, self.n_ctx, self.chunk)
+
+    @property
+    def most_joined(self) -> int:
+        """Rows of the largest forward that prompts may share on this device."""
+        return MOST_JOINED_CPU if self._backend.info.kind in ("cpu", "rpc") else MOST_JOINED
+
+    @property
+    def why_prompts_run_alone(self) -> str | None:
+        """What of the model or its devices keeps prompts from sharing a forward; None: nothing."""
+        if len(self._backend.all) > 1:
+            return "the model lies on several devices"
+        if self._inputs.feeder is not None:
+            return f"the host prepares what a prompt of {self.model.config.architecture} reads"
+        return None
+
+    @property
+    def head_kind(self) -> WeightKind | None:
+        """Of products with the head, which a prompt has for its last row alone."""
+        return self.model.weights[HEAD].weight_kind
+
+    def _chunk_key(self, prompt: PromptRows) -> GraphKey:
+        n, n_past = len(prompt.tokens), prompt.slot.n_past
+        n_kv = bucketed(n_past + n)
+        return GraphKey(
+            n_tokens=n,
+            n_kv=n_kv,
+            slot=prompt.slot.id,
+            output=prompt.output,
+            capture=prompt.capture,
+            form=self.form(n_past, n, n_kv),
+        )
 
     def picks(self, slot: Slot, tokens: Sequence[int]) -> list[npt.NDArray[np.int32]]:
         """Run up to `chunk` prompt tokens behind what the slot has: per layer with experts which were chosen,
@@ -334,7 +381,9 @@ class Forwards:
         """The graph of a forward or a commit, as it would be placed; the caller closes it."""
         if isinstance(key, Commit):
             return self._build_commit(key)[0]
-        if key.slot < 0:
+        if key.joins_prompts:
+            return self._build(key, self._inputs.streams[0])[0]
+        if key.mixes_slots:
             return self._build_batch(key)[0]
         if key.n_tokens == 1:
             return self._build(key, self._inputs.ones[key.slot])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,21 @@ BUCKET: Final = 256  # cache rows; GPU attention kernels want multiples of it
 def bucketed(n: int) -> int:
     """`n` rounded up to a whole number of buckets."""
     return -(-n // BUCKET) * BUCKET
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a forward's rows and their masks begin, in inputs that have those of others, too."""
+
+    row: int = 0
+    cell: int = 0  # of the masks, one behind the other
+
+    def behind(self, key: GraphKey) -> Place:
+        """Where those behind a forward of this key begin."""
+        return Place(self.row + key.n_tokens, self.cell + key.n_tokens * key.n_kv)
+
+
+START: Final = Place()
 
 
 class RowGather:
@@ -115,41 +131,45 @@ class Inputs:
         capture: Capture | None = None,
         *,
         tiled: bool = False,
+        at: Place = START,
     ) -> Step:
-        """The input tensors as a graph of this key sees them; `tiled`: rows attend as `arch.tiled` says."""
+        """The input tensors as a graph of this key sees them; `tiled`: rows attend as `arch.tiled` says.
+
+        `at`: where its rows begin, if they are some of those of a graph. Without cache rows it has no mask.
+        """
         n, x = key.n_tokens, self.x.tensor
         row = 4 * self._n_embd
         return Step(
             key=key,
-            tokens=None if self._embedded else g.view(x, (n,), (), 0),
-            embeddings=g.view(x, (self._n_embd, n), (row,), 0) if self._embedded else None,
-            positions=g.view(self.positions.tensor, (n,), (), 0),
-            rows=g.view(self.rows.tensor, (n,), (), 0),
-            mask=g.view(self.mask.tensor, (key.n_kv, n), (2 * key.n_kv,), 0),
+            tokens=None if self._embedded else g.view(x, (n,), (), 4 * at.row),
+            embeddings=g.view(x, (self._n_embd, n), (row,), row * at.row) if self._embedded else None,
+            positions=g.view(self.positions.tensor, (n,), (), 4 * at.row),
+            rows=g.view(self.rows.tensor, (n,), (), 8 * at.row),
+            mask=g.view(self.mask.tensor, (key.n_kv, n), (2 * key.n_kv,), 2 * at.cell) if key.n_kv else None,
             flash_attn=flash_attn,
             tap=tap,
             extra={name: x.tensor for name, x in self._extra.items()},
             record=record,
             capture=capture,
-            log=None if capture is None else g.view(self.log.tensor, (n,), (), 0),
+            log=None if capture is None else g.view(self.log.tensor, (n,), (), 8 * at.row),
             tile_masks={} if tiled else None,
         )
 
-    def fill(self, x: npt.ArrayLike, n: int, slot: int, n_past: int, n_ctx: int) -> None:
+    def fill(self, x: npt.ArrayLike, n: int, slot: int, n_past: int, n_ctx: int, at: Place = START) -> None:
         """Write tokens or embedding rows, positions and cache rows of `n` rows after `n_past`."""
-        width = n * self._n_embd if self._embedded else n
-        self.x.array[:width] = x
-        self.positions.array[:n] = range(n_past, n_past + n)
+        width, start, end = self._n_embd if self._embedded else 1, at.row, at.row + n
+        self.x.array[width * start : width * end] = x
+        self.positions.array[start:end] = range(n_past, n_past + n)
         first = slot * n_ctx + n_past
-        self.rows.array[:n] = range(first, first + n)
-        self.x.upload(0, width)
-        self.positions.upload(0, n)
-        self.rows.upload(0, n)
+        self.rows.array[start:end] = range(first, first + n)
+        self.x.upload(width * start, width * end)
+        self.positions.upload(start, end)
+        self.rows.upload(start, end)
 
-    def fill_log(self, n: int, first: int) -> None:
+    def fill_log(self, n: int, first: int, at: Place = START) -> None:
         """Write which rows of the record a capture of `n` rows goes to."""
-        self.log.array[:n] = range(first, first + n)
-        self.log.upload(0, n)
+        self.log.array[at.row : at.row + n] = range(first, first + n)
+        self.log.upload(at.row, at.row + n)
 
     def fill_one(self, x: npt.ArrayLike, slot: int, n_past: int, n_ctx: int) -> None:
         """`fill` and the mask for a single row, which changes in one element from step to step."""
@@ -180,13 +200,14 @@ class Inputs:
             self.mask.upload(n_past + 1, shown + 1)
         self._shown = n_past
 
-    def fill_mask(self, n: int, n_past: int, n_kv: int) -> None:
+    def fill_mask(self, n: int, n_past: int, n_kv: int, at: Place = START) -> None:
         """Row i sees cache rows up to n_past + i."""
-        mask = self.mask.array[: n * n_kv].reshape(n, n_kv)
+        end = at.cell + n * n_kv
+        mask = self.mask.array[at.cell : end].reshape(n, n_kv)
         mask[:, :n_past] = 0
         mask[:, n_past : n_past + n] = self._triangle[:n, :n]
         mask[:, n_past + n :] = -np.inf
-        self.mask.upload(0, n * n_kv)
+        self.mask.upload(at.cell, end)
 
     def feed(self, feeder: Feeder, rows: FedRows) -> None:
         """Have the extra inputs of a forward computed and written."""

@@ -32,9 +32,10 @@ import numpy.typing as npt
 
 from pyggml_dflash.engine.batching import MOST_ROWS, PADDINGS, Batching, most_ragged_rows
 from pyggml_dflash.engine.graphs import Forwards
+from pyggml_dflash.engine.joined_invariance import joined_anyhow, measure_joined
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.ledger import Ledger
-from pyggml_dflash.ggml.padding import MOST_PADDED, Padding, Paddings
+from pyggml_dflash.ggml.padding import Padding, Paddings
 from pyggml_dflash.ggml.products import Product, ProductRunner
 from pyggml_dflash.ggml.tensor import WeightKind
 from pyggml_dflash.state.slot import Slot
@@ -42,6 +43,7 @@ from pyggml_dflash.state.slot import Slot
 LIMIT_S: Final = 1.0  # for widths that only drafts need, and for comparing whole forwards: most of each
 N_COMPARED: Final = 512  # results of a product, at least
 MOST_INPUTS: Final = 128  # rows that are tried to get so many
+MOST_LOOKED_AT: Final = 16  # rows of a decode or verify forward that products are compared with
 DRAFTED: Final = 4  # rows that a verify forward should be able to have
 N_STEPS: Final = 3  # tokens of a compared text: later ones read what earlier ones left
 SINGLE: Final = Batching(mode="single", rows=1, exact=True, reason="there is one slot")
@@ -64,7 +66,14 @@ def measure_batching(
         return SINGLE
     if allow_variance:
         reason = "rows may be rounded otherwise than alone, as asked for"
-        return Batching(mode="batched", rows=most, exact=False, reason=reason)
+        return joined_anyhow(forwards, Batching(mode="batched", rows=most, exact=False, reason=reason))
+    return measure_joined(forwards, slots, backend, ledger, _measured(forwards, slots, backend, ledger, most))
+
+
+def _measured(
+    forwards: Forwards, slots: Sequence[Slot], backend: Backend, ledger: Ledger, most: int
+) -> Batching:
+    """How up to `most` slots may decode together."""
     width = 1 if forwards.recording is None else forwards.recording.max_width
     ragged = most_ragged_rows(len(slots), width)
     found = measure_products(backend, ledger, forwards.products(), most, width)
@@ -103,7 +112,7 @@ def measure_products(
 ) -> list[Agreement]:
     """How rows of each product agree, up to `most` of them, and while there is time up to `width`."""
     top, deadline = max(most, width), time.perf_counter() + LIMIT_S
-    with closing(ProductRunner(backend, ledger, wanted, MOST_PADDED, MOST_INPUTS)) as runner:
+    with closing(ProductRunner(backend, ledger, wanted, MOST_LOOKED_AT, MOST_INPUTS)) as runner:
         found: list[Agreement] = []
         for product in wanted:
             found.append(_agreement(runner, product, range(most + 1, top + 1), deadline))
@@ -119,7 +128,7 @@ def measure_more(
     It is left at what was found when the time is over.
     """
     deadline = time.perf_counter() + LIMIT_S
-    with closing(ProductRunner(backend, ledger, products, MOST_PADDED, MOST_INPUTS)) as runner:
+    with closing(ProductRunner(backend, ledger, products, MOST_LOOKED_AT, MOST_INPUTS)) as runner:
         lone = [_results(runner, p, paddings.rows(p.kind, 1))[0] for p in products]
         for n in known:
             for product, row in zip(products, lone, strict=True):

@@ -60,6 +60,8 @@ class EngineInfo:
     decode_mode: str  # how slots decode: 'single', 'batched', 'padded' or 'sequential'
     decode_rows: int  # most slots that decode in one forward
     decode_reason: str
+    joined_rows: int  # most rows of a forward that prompts of several slots share; 0: each runs alone
+    joined_reason: str
     exact_width: int  # most rows of a verify forward that give what decoding gives; 1: not known of more
     rollback: str | None  # how rejected drafts are taken back: 'snapshots' or 'replay'
     draft: DraftInfo | None  # a draft with a file of its own

@@ -340,6 +340,8 @@ def _info(built: Built, template: ChatTemplate) -> EngineInfo:
         decode_mode=batching.mode,
         decode_rows=batching.rows,
         decode_reason=batching.reason,
+        joined_rows=max(0, built.parts.forwards.prompt_limits.most_rows),
+        joined_reason=batching.joined_reason,
         exact_width=batching.verify_rows,
         rollback=None if recording is None else recording.update,
         draft=None if choice.plan is None else choice.plan.info,

@@ -1,8 +1,9 @@
 """Which rows of the record are whose: what forwards write there waits until a drafter reads it. Layer 6.
 
 With one slot there is one room, for prompts and decoding. With several, each has a small room of its own for
-the rows that it decodes, and all share one for prompts, whose rows are read before the next prompt's come.
-No room is larger than that one: a drafter reads at once what waits in a room.
+the rows that it decodes, and all share one for prompts, whose rows are read before those of the next forward
+come; prompts that share a forward lie one behind the other in it. No room is larger than that one: a drafter
+reads at once what waits in a room.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pyggml_dflash.engine.assembly import Blueprint, has_tiles, plain_kv
 from pyggml_dflash.engine.reuse import Reuse, StoreLimits
 from pyggml_dflash.ggml.device import backend_features, ggml_version
 from pyggml_dflash.ggml.ledger import Ledger
-from pyggml_dflash.ggml.padding import Paddings
+from pyggml_dflash.ggml.padding import MOST_PADDED, Paddings
 from pyggml_dflash.options import EngineOptions
 from pyggml_dflash.state.fingerprint import Digest, fingerprint, model_identity
 from pyggml_dflash.state.slot import SlotTable
@@ -74,7 +74,13 @@ def _fingerprint(blueprint: Blueprint, slots: SlotTable, rows: int, paddings: Pa
         "streams": repr(blueprint.streams),
         "half_links": backend.half_links,
         "hot": None if blueprint.hot is None else blueprint.hot.layers,  # on other kernels than where all are
-        "paddings": [*sorted(map(repr, paddings.kinds.items())), paddings.others],  # of short forwards
+        "paddings": _padded(paddings),
         "placement": kinds.hexdigest(),
     }
     return fingerprint(model_identity(file), slots.layout, settings)
+
+
+def _padded(paddings: Paddings) -> list[object]:
+    """What short forwards are made of, and how short."""
+    found: list[object] = [*sorted(map(repr, paddings.kinds.items())), paddings.others]
+    return [*found, MOST_PADDED] if paddings else found

@@ -2,8 +2,8 @@
 
 Knows requests only as things that wait, and slots only by their phases; no model and no clock. While
 nobody decodes, every prompt goes on in each step. While somebody does, one prompt goes on by one granule,
-so that an answer waits for one forward per token, and long prompts take turns; a share of the time below 1
-makes prompts wait for more tokens.
+and with it those that share its forward, so that an answer waits for one forward per token, and long prompts
+take turns; a share of the time below 1 makes prompts wait for more tokens.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ class Scheduler(Generic[R]):
         change_s = (1 - self._share) * prefill_s - self._share * decode_s
         self._owed_s = max(0.0, self._owed_s + change_s)
 
-    def plan(self, phases: Sequence[Phase]) -> StepPlan:
-        """The next step of slots in these phases."""
+    def plan(
+        self, phases: Sequence[Phase], beside: Callable[[int], Sequence[int]] = lambda id: ()
+    ) -> StepPlan:
+        """The next step of slots in these phases. `beside`: whose prompts share the forward of a slot's."""
         decode = tuple(id for id, phase in enumerate(phases) if phase == "decode")
         reading = [id for id, phase in enumerate(phases) if phase == "prefill"]
         if not decode:
@@ -76,5 +78,5 @@ class Scheduler(Generic[R]):
             reading = []
         elif reading:
             self._last = next((id for id in reading if id > self._last), reading[0])
-            reading = [self._last]
+            reading = [self._last, *beside(self._last)]
         return StepPlan(decode=decode, prefill=tuple(reading))

@@ -32,6 +32,7 @@ class Seat:
     prompt: Continued | None = None  # what became of it with stored states; None: they were not looked at
     speculation: Speculation | None = None  # once its prompt is complete, if it drafts or did
     failed_at: int = -1  # `n_past` of the last step that failed
+    may_join: bool = True  # its prompt may share forwards: none that it shared failed
     answer: list[int] = field(default_factory=list)  # tokens chosen so far, the anchor last
     regains: bool = False  # its state was lost: what led to it runs again, as if it were a prompt
     _runs: Generator[list[Chosen], None, None] | None = None
@@ -106,7 +107,7 @@ class Seat:
     def lose(self) -> None:
         """Its state is lost, and the slot empty: it goes back to the beginning of its prompt."""
         self.pause()
-        self.phase, self.regains, self.n_read = "prefill", True, 0
+        self.phase, self.regains, self.n_read = "prefill", bool(self.answer), 0
 
     def put_drafts_aside(self, reason: str) -> None:
         """Go on without the drafter, which may follow another sequence."""

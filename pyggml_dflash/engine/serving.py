@@ -168,7 +168,7 @@ class Serving:
 
     def _step(self) -> None:
         phases = self._core.phases
-        plan = self._scheduler.plan(phases)
+        plan = self._scheduler.plan(phases, self._core.beside)
         self._counted_s = time.perf_counter()
         if len(plan.decode) == 1 and not plan.prefill:
             self._run_alone(plan.decode[0], self._is_due if "prefill" in phases else self._has_news)

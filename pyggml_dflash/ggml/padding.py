@@ -8,7 +8,7 @@ from typing import Final
 
 from pyggml_dflash.ggml.tensor import WeightKind
 
-MOST_PADDED: Final = 16  # rows; products of more, those of prompts, are left as they are
+MOST_PADDED: Final = 128  # rows; products of more, those of long prompts, are left as they are
 
 
 @dataclass(frozen=True, slots=True)

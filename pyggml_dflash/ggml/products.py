@@ -17,10 +17,12 @@ from pyggml_dflash.ggml.ffi import c_string, lib
 from pyggml_dflash.ggml.graph import GraphAllocator, InputArena, StepGraph
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.padding import Paddings
 from pyggml_dflash.ggml.placement import builder_for
 from pyggml_dflash.ggml.tensor import Tensor, WeightKind
 
 MOST_CHOICES: Final = 4  # of experts, in one run
+Window = tuple[int, int]  # the first row, and how many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class ProductRunner:
         wanted = list(wanted)
         n_in = max((p.n_in for p in wanted), default=1)
         n_used = max((p.n_used for p in wanted), default=0)
-        self._backend, self._max_ids = backend, max(1, n_used) * max_rows
+        self._backend, self._max_rows, self._max_ids = backend, max_rows, max(1, n_used) * max_rows
         sizes = {
             "x": (ElementType.F32, n_in * max_inputs),
             "ids": (ElementType.I32, MOST_CHOICES * self._max_ids),
@@ -113,6 +115,55 @@ class ProductRunner:
             return np.array(graph.run()).reshape(len(first_experts), n_inputs, n, -1)
         finally:
             g.close()
+
+    def agreeing(
+        self,
+        product: Product,
+        most: int,
+        windows: Sequence[Window],
+        paddings: Paddings,
+        *,
+        apart: bool = False,
+    ) -> list[bool]:
+        """For each window into `most` rows, whether its rows give what they give among all of them.
+
+        Rows differ, and products are made as `paddings` says. Of experts all rows choose the same, or each
+        its own if they are to be `apart`. The device compares, so no result has to come back.
+        """
+        g = builder_for(self._backend, 64 + 12 * len(windows), paddings)
+        try:
+            if product.n_used:
+                self._choose(product, apart=apart)
+            whole = g.expand(self._window(g, product, 0, most))
+            found = [g.output(self._difference(g, product, whole, window)) for window in windows]
+            graph = StepGraph(self._backend, g, tuple(found), self._allocator)
+            return [not np.any(difference) for difference in graph.run()]
+        finally:
+            g.close()
+
+    def _difference(self, g: GraphBuilder, product: Product, whole: Tensor, window: Window) -> Tensor:
+        """[1, rows]: zero for rows that are as in the whole, NaN for what is no number."""
+        start, n = window
+        dim = 2 if product.n_used else 1
+        among = g.view(whole, (*whole.shape[:dim], n), whole.strides[1 : dim + 1], start * whole.strides[dim])
+        apart = g.abs(g.sub(self._window(g, product, start, n), among))
+        return g.sum_rows(g.reshape(apart, product.n_out, n))
+
+    def _window(self, g: GraphBuilder, product: Product, start: int, n: int) -> Tensor:
+        k, n_inputs, n_used = product.kind.shape[0], product.n_inputs, product.n_used
+        g.follow(product.weight)
+        x, first = self._inputs["x"].tensor, 4 * start * product.n_in
+        if not n_used:
+            return g.mul_mat(product.weight, g.view(x, (k, n), (4 * k,), first))
+        ids = g.view(self._inputs["ids"].tensor, (n_used, n), (4 * n_used,), 4 * start * n_used)
+        rows = g.view(x, (k, n_inputs, n), (4 * k, 4 * product.n_in), first)
+        return g.mul_mat_id(product.weight, rows, ids)
+
+    def _choose(self, product: Product, *, apart: bool) -> None:
+        ids, n = self._inputs["ids"], self._max_rows * product.n_used
+        firsts = np.arange(self._max_rows)[:, None] * (product.n_used if apart else 0)
+        ids.array[:n] = ((firsts + np.arange(product.n_used)) % product.kind.shape[2]).reshape(-1)
+        ids.upload(0, n)
 
     def _product(
         self, g: GraphBuilder, product: Product, n: int, i: int, choice: int, firsts: Sequence[int]

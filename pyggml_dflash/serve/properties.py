@@ -147,6 +147,8 @@ def _runtime(service: Service, reading: Reading) -> dict[str, Any]:
         "decode_mode": info.decode_mode,
         "decode_rows": info.decode_rows,
         "decode_reason": info.decode_reason,
+        "joined_rows": info.joined_rows,
+        "joined_reason": info.joined_reason,
         "backend": info.backend,
         "device": info.device,
         "devices": info.devices,

@@ -169,13 +169,13 @@ def test_products_are_padded_as_little_as_all_rows_need(
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_a_product_is_made_of_enough_rows_and_those_of_prompts_are_left_alone(padding: Padding) -> None:
-    for n in range(1, 17):
+def test_a_product_is_made_of_enough_rows_and_those_of_long_prompts_are_left_alone(padding: Padding) -> None:
+    for n in range(1, 129):
         made = padding.rows(n)
         assert made >= max(n, padding.least)
         assert made % padding.multiple == 0
         assert made - n < max(padding.least, padding.multiple)
-    assert [padding.rows(n) for n in (17, 509)] == [17, 509]
+    assert [padding.rows(n) for n in (129, 509)] == [129, 509]
 
 
 @pytest.mark.parametrize("padding", PADDINGS[1:])

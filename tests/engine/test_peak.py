@@ -9,8 +9,10 @@ import pytest
 
 from pyggml_dflash import fit_report
 from pyggml_dflash.arch.tiled import TILE_ROWS
+from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.graph_cache import GraphCache
 from pyggml_dflash.engine.inputs import BUCKET
+from pyggml_dflash.engine.joined_prompts import PromptRows
 from pyggml_dflash.ggml.graph import StepGraph, measure_scratch
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.tensor import Tensor
@@ -43,6 +45,21 @@ def note_scratch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def join(core: EngineCore, *sizes: int) -> None:
+    """Run the last rows of prompts that end with the context in one forward."""
+    slots = core.slots[: len(sizes)]
+    for slot, n in zip(slots, sizes, strict=True):
+        slot.reset()
+        slot.n_past = N_CTX - n
+    prompts = [
+        PromptRows(slot, tokens(n, seed=n), "last", False) for slot, n in zip(slots, sizes, strict=True)
+    ]
+    core._forwards.prefill_together(prompts)
+    for slot in slots:
+        slot.reset()
+        fill(core, tokens(N_CTX - 20, seed=slot.id), slot.id)
+
+
 def test_four_long_prompts_take_what_was_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ggml keeps for itself to work in is no buffer of ours: the plan counts it, the ledger does not."""
     spec: Spec = "off" if model.stem == "llama" else "mtp"
@@ -65,6 +82,8 @@ def test_four_long_prompts_take_what_was_planned(model: Path, monkeypatch: pytes
                 fill(core, tokens(n, seed=slot.id), slot.id)
             graphs.add(ledger.by_label("CPU")["graphs"])
         assert len(graphs) == 1  # the first slot's chunks took all the memory that any slot's do
+        if core._forwards.why_prompts_run_alone is None:
+            join(core, TILE_ROWS - 1, 1)
         core._forwards.decode_batch(
             core.slots, [7] * N_SLOTS, capture=range(N_SLOTS) if spec == "mtp" else ()
         )

@@ -92,8 +92,8 @@ def on_a_card(
     loaded = load(options, lambda _: None)
     core = loaded.core
     pools = SimulatedPools(limit)
-    core.trims = PoolTrims(pools, interval, chunk=CHUNK)
-    core._forwards = ScratchForwards(core._forwards, pools.pool)  # type: ignore[assignment]
+    core.trims = core._prompts._trims = PoolTrims(pools, interval, chunk=CHUNK)
+    core._forwards = core._prompts._forwards = ScratchForwards(core._forwards, pools.pool)  # type: ignore[assignment]
     try:
         yield loaded, pools
     finally:

@@ -81,6 +81,7 @@ def test_so_many_tokens_come_between_two_granules(
         alone = [answered(loaded, request).tokens for request in asked]
         counted = Counted(loaded.core._forwards)
         loaded.core._forwards = counted  # type: ignore[assignment]
+        loaded.core._prompts._forwards = counted  # type: ignore[assignment]
         for module in (core, serving):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: counted.now))
         readers, is_begun = [Reader(request) for request in asked], False

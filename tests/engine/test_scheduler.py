@@ -101,6 +101,21 @@ def test_who_pays_a_granule_off_waits_for_the_next_and_saves_nothing_up() -> Non
     assert scheduler.plan(both).prefill == (1,)
 
 
+def test_those_that_share_the_forward_of_a_prompt_go_on_with_it_while_somebody_decodes() -> None:
+    """And nobody waits longer for it: turns are of those that are asked for their company."""
+    scheduler, asked = Scheduler[int](), list[int]()
+    phases: list[Phase] = ["decode", "prefill", "prefill", "prefill"]
+
+    def beside(id: int) -> tuple[int, ...]:
+        asked.append(id)
+        return {1: (3,), 2: (), 3: (1,)}[id]
+
+    assert [scheduler.plan(phases, beside).prefill for _ in range(4)] == [(1, 3), (2,), (3, 1), (1, 3)]
+    assert asked == [1, 2, 3, 1]
+    assert scheduler.plan(["free", *phases[1:]], beside).prefill == (1, 2, 3)
+    assert len(asked) == 4
+
+
 def test_without_a_share_prompts_wait_until_nobody_decodes() -> None:
     scheduler = Scheduler[int](0)
     for _ in range(5):

@@ -12,6 +12,7 @@ import pytest
 from pyggml_dflash import BackendError, DeviceMemoryError, Progress, UsageError
 from pyggml_dflash.arch.base import OutputKind
 from pyggml_dflash.engine.graphs import Forwards, Logits
+from pyggml_dflash.engine.joined_prompts import PromptRows
 from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.loader import load
 from pyggml_dflash.engine.serving import Serving
@@ -55,6 +56,10 @@ class Failing:
 
     def prefill(self, slot: Slot, tokens: Sequence[int], output: OutputKind, **more: Any) -> Logits | None:
         return self._run("prefill", [slot], lambda: self._forwards.prefill(slot, tokens, output, **more))
+
+    def prefill_together(self, prompts: Sequence[PromptRows]) -> Logits | None:
+        slots = [prompt.slot for prompt in prompts]
+        return self._run("joined", slots, lambda: self._forwards.prefill_together(prompts))
 
     def verify(self, slot: Slot, tokens: Sequence[int]) -> Logits:
         return self._run("verify", [slot], lambda: self._forwards.verify(slot, tokens))
@@ -108,6 +113,7 @@ def failing(loaded: Loaded, **options: Any) -> Failing:
     """Put failing forwards below the core."""
     forwards = Failing(loaded.core._forwards, **options)
     loaded.core._forwards = forwards  # type: ignore[assignment]
+    loaded.core._prompts._forwards = forwards  # type: ignore[assignment]
     for backlog in loaded.core._backlogs:
         backlog._forwards = forwards  # type: ignore[assignment]
     if loaded.core._ragged is not None:
@@ -116,7 +122,7 @@ def failing(loaded: Loaded, **options: Any) -> Failing:
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "verify", "ragged"])
-@pytest.mark.parametrize("nth", [1, 2, 6])
+@pytest.mark.parametrize("nth", [1, 2, 4])
 def test_a_step_that_fails_once_is_tried_again_and_changes_no_answer(
     loaded: Loaded, kind: str, nth: int
 ) -> None:
@@ -228,6 +234,57 @@ def test_one_that_always_loses_every_state_takes_nobody_with_it(loaded: Loaded, 
     assert serving.stats().requests == RequestCounts(done=2, failed=1)
 
 
+@pytest.mark.parametrize("tears", [False, True])
+@pytest.mark.parametrize("limit", [0, 64])
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_prompts_whose_shared_forward_fails_run_alone(spec: Any, limit: int, tears: bool) -> None:
+    """From where they are, or from the beginning where their states may have changed; their answers stay."""
+    asked = [
+        GenerationRequest(tokens=tuple(prompt(n, seed=n)), max_tokens=12, ignore_eos=True)
+        for n in (9, 84, 76)
+    ]
+    with opened(spec=spec, prefix_cache_max_mib=limit, chunk=64) as loaded:
+        alone = [answered(loaded, request).tokens for request in asked]
+        if loaded.core.reuse is not None:
+            loaded.core.reuse.clear()
+        forwards, n = failing(loaded, tears=tears), 0
+
+        def fails(what: str, slot: Slot) -> bool:
+            nonlocal n
+            n += what == "joined" and slot.id == 2
+            return what == "joined" and slot.id == 2 and n == 1
+
+        forwards.fails = fails
+        readers = [Reader(request) for request in asked]
+        serving = served(loaded, readers)
+        assert forwards.n_failures == serving.stats().step_failures == 1
+        assert [reader.result().tokens for reader in readers] == alone
+        assert serving.stats().requests == RequestCounts(done=3)
+
+
+@pytest.mark.parametrize("tears", [False, True])
+@pytest.mark.parametrize("poisoned", [0, 1, 2])
+def test_a_prompt_that_always_fails_takes_no_other_with_it(poisoned: int, tears: bool) -> None:
+    asked = [
+        GenerationRequest(tokens=tuple(prompt(n, seed=n)), max_tokens=12, ignore_eos=True)
+        for n in (9, 20, 12)
+    ]
+    with opened(spec="off", chunk=64, max_ctx=1024) as loaded:
+        alone = [answered(loaded, request).tokens for request in asked]
+        forwards = failing(loaded, tears=tears)
+        forwards.fails = lambda what, slot: slot.id == poisoned and what in ("joined", "prefill")
+        readers = [Reader(request) for request in asked]
+        serving = served(loaded, readers)
+        for i, reader in enumerate(readers):
+            if i == poisoned:
+                with pytest.raises(BackendError, match="a prefill fails on purpose"):
+                    reader.result()
+            else:
+                assert reader.result().tokens == alone[i]
+        assert forwards.n_failures == serving.stats().step_failures == 2
+        assert serving.stats().requests == RequestCounts(done=2, failed=1)
+
+
 def test_who_leaves_while_a_state_is_had_again_frees_the_slot(loaded: Loaded) -> None:
     alone = [answered(loaded, request).tokens for request in requests()]
     forwards = failing(plainly(loaded), tears=True)
@@ -274,6 +331,7 @@ def test_logits_that_are_no_numbers_fail_one_request(loaded: Loaded) -> None:
 
     loaded.core._forwards = Poisoned(forwards)  # type: ignore[assignment]
     readers = [Reader(request) for request in requests()]
+    readers[1] = Reader(replace(requests()[1], max_tokens=20))  # decodes alone in the end
     served(loaded, readers)
     with pytest.raises(BackendError, match="NaN"):
         readers[1].result()

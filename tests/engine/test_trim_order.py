@@ -124,7 +124,7 @@ def on_a_lazy_device(
     pools = LazyPools((core._forwards._backend,), core._ledger)
     pools.device = device
     pools.check = lambda: seen.append(core.slots[0].n_past)
-    core.trims = PoolTrims(pools, interval, chunk=CHUNK)
+    core.trims = core._prompts._trims = PoolTrims(pools, interval, chunk=CHUNK)
     device.trim()
     device.freed.clear()
     try:

@@ -22,6 +22,7 @@ from pyggml_dflash.serve.service import Service
 from pyggml_dflash.serve.settings import ServeOptions
 
 BACKLOG: Final = 2048
+REQUEST_S: Final = 30.0  # how long a connection may be open without a whole head of a request
 LAST_WORDS_S: Final = 1.0  # for telling clients that their answers are ended, before they are hung up on
 Ready = Callable[[Engine, str], None]
 
@@ -74,13 +75,31 @@ def url_of(listener: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """uvicorn's server, whose stop by a signal is an end like any other.
 
-    By itself it would cancel what still runs when its patience ends, and answer with a bare 500 or nothing.
+    By itself it would cancel what still runs when its patience ends, and answer with a bare 500 or nothing;
+    and it would keep connections that bring no request, until there are no descriptors for others.
     """
 
     def __init__(self, config: uvicorn.Config, grace_s: float, end: Callable[[], Awaitable[None]]) -> None:
         """`end` makes every answer come to an end; called when `grace_s` seconds of a stop are over."""
         super().__init__(config)
         self._grace_s, self._end = grace_s, end
+        self._waiting: dict[tuple[object, object], float] = {}  # connections between requests -> since when
+
+    async def on_tick(self, counter: int) -> bool:
+        """What uvicorn does ten times a second; once a second look for connections without a request."""
+        if counter % 10 == 0:
+            self._close_silent(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _close_silent(self, now_s: float) -> None:
+        before, self._waiting = self._waiting, {}
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                continue
+            since_s = self._waiting[connection, cycle] = before.get((connection, cycle), now_s)
+            if now_s - since_s >= REQUEST_S:
+                connection.transport.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, and wait for those that are there."""

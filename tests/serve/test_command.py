@@ -18,6 +18,7 @@ import pytest
 
 from pyggml_dflash import Engine, EngineOptions, Progress, UsageError
 from pyggml_dflash.extras import install_hint
+from pyggml_dflash.serve import server as server_module
 from pyggml_dflash.serve.server import serve
 from pyggml_dflash.serve.settings import ServeOptions
 from tests.cli.dflash_command import COMMAND, LIMIT_S, PICO, dflash
@@ -132,6 +133,22 @@ def test_who_waits_longer_than_the_grace_is_told_that_the_server_stops(
     serve_while(ask, None, grace_s=0.2)
     assert "the answer was stopped, with the server" in told[0]
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_connection_that_brings_no_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "REQUEST_S", 0.5)
+    left: list[bytes] = []
+
+    def ask(server: Live) -> None:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for start in (b"", b"GET /health HTTP/1.1\r\nHost: loc", b"GET /health HTTP/1.0\r\n\r\n"):
+            with socket.create_connection(address, LIMIT_S) as connection:
+                connection.sendall(start)
+                left.append(connection.recv(8))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    serve_while(ask, QWEN3)
+    assert left == [b"", b"", b"HTTP/1.1"]
 
 
 def test_a_model_that_cannot_be_opened_ends_the_server() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from dflash_cli.flags import JSON
-from dflash_cli.settings import META, Settings, settings_of
+from dflash_cli.settings import META, Settings, flags_of, settings_of
 from dflash_cli.streams import printable
 from dflash_cli.ui import open_stdout, print_json, print_table
 from pyggml_dflash.errors import DflashError, UsageError
@@ -69,8 +69,10 @@ def read_settings(
         own = command.make_context(name, list(args), parent=outer)
     except (DflashError, click.BadParameter) as error:
         own, problem = command.make_context(name, args, parent=outer, resilient_parsing=True), error
+    settings: Settings = own.meta[META]
+    others = {key: param for key, param in flags_of(command).items() if settings.find(param.name or "")}
     with own:
-        values = {key: _value(own, param) for key, param in found.items() if key != "config"}
+        values = {key: _value(own, param) for key, param in (found | others).items() if key != "config"}
     return name, values, problem
 
 

@@ -26,6 +26,7 @@ MIB: Final = 2**20
 @click.option(
     "--api-key",
     envvar="DFLASH_API_KEY",
+    hide_input=True,
     help="Key that clients must send.  [default: DFLASH_API_KEY, else none]",
 )
 @click.option(

@@ -215,7 +215,7 @@ def _check_keys(
 
 
 def _check_table(path: Path, name: str, table: object, command: click.Command) -> None:
-    known = _flags(command)
+    known = flags_of(command)
     if not known:
         raise UsageError(f"{path}: 'dflash {name}' has no settings")
     if not isinstance(table, dict):
@@ -225,8 +225,8 @@ def _check_table(path: Path, name: str, table: object, command: click.Command) -
             raise UsageError(f"{path}: {key!r} in [{name}] is unknown; {_nearest(key, known)}")
 
 
-def _flags(command: click.Command) -> dict[str, click.Parameter]:
-    """What a command's own table may hold; nothing if the command reads no file."""
+def flags_of(command: click.Command) -> dict[str, click.Parameter]:
+    """What a command's own table in a file may hold; nothing if the command reads no file."""
     found = {key_of(param): param for param in command.params}
     return found if found.pop("config", None) else {}
 
@@ -239,7 +239,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 def _file_values(path: Path, table: Mapping[str, Any], name: str, command: click.Command) -> dict[str, Value]:
     """What a file whose names are right says for a command."""
-    layers = (table, settings_of(command)), (table.get(name, {}), _flags(command))
+    layers = (table, settings_of(command)), (table.get(name, {}), flags_of(command))
     return {
         params[key].name or "": _read(path, key, params[key], value)
         for values, params in layers

@@ -2,8 +2,8 @@
 
 Templates are Jinja, come inside model files or from users, and run in a sandbox with what they may expect
 from Hugging Face: `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`. They cannot
-reach Python objects or change what they are given. Ranges above 100,000, repetitions and prompts above 8 Mi
-characters are refused; this guards against mistakes, not against a template that means to waste time.
+reach Python objects or change what they are given, and must end within seconds; prompts above 8 Mi characters
+are refused.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pyggml_dflash.errors import DamagedFileError, DflashError, UnsupportedModelError, UsageError
 from pyggml_dflash.model.answer import REASONING_TAGS, AnswerForm
 from pyggml_dflash.model.call_parser import CALL_OPEN, FUNCTION_OPEN
 from pyggml_dflash.model.messages import Message, Turn, read_messages
+from pyggml_dflash.model.template_sandbox import TemplateSandbox, counted
 from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS, Tokenizer
 from pyggml_dflash.model.tools import read_tools
 
@@ -118,17 +117,18 @@ class ChatTemplate:
             **self._tool_variables(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            return self._run(turns, variables)
-        except UsageError:
-            raise
-        except Exception as error:  # a template fails in as many ways as Python does
-            raise UsageError(self._refusal(turns, variables, error)) from error
+        with self._environment.bounded():
+            try:
+                return self._run(turns, variables)
+            except UsageError:
+                raise
+            except Exception as error:  # a template fails in as many ways as Python does
+                raise UsageError(self._refusal(turns, variables, error)) from error
 
     def _compile(self, source: str) -> None:
         try:
-            self._reads = frozenset(meta.find_undeclared_variables(self._environment.parse(source)))
-            self._template = self._environment.from_string(source)
+            self._reads = self._environment.variables_of(source)
+            self._template = self._environment.template(source)
         except jinja2.TemplateSyntaxError as error:
             problem = f"line {error.lineno} of the chat template cannot be used: {error.message}"
             self._problem = UnsupportedModelError, problem
@@ -181,7 +181,10 @@ class ChatTemplate:
 
 
 def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """What a template makes of its variables; `UsageError` for more than a prompt may have."""
+    """What a template makes of its variables; `UsageError` for more than a prompt may have.
+
+    To be called where the template's sandbox is `bounded`.
+    """
     pieces, n_chars = [], 0
     for piece in template.generate(variables):
         pieces.append(piece)
@@ -201,19 +204,6 @@ def _form(source: str) -> AnswerForm:
     )
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 64):
-            raise jinja2.TemplateRuntimeError("a power is too large")
-        if operator == "*":
-            size, times = (right, left) if isinstance(left, int) else (left, right)
-            if isinstance(size, (str, list, tuple)) and len(size) * max(times, 0) > MAX_TEXT_CHARS:
-                raise jinja2.TemplateRuntimeError("a repetition is too long")
-        return super().call_binop(context, operator, left, right)
-
-
 class _Generation(Extension):
     """`{% generation %}`: marks the assistant's words for training, and means nothing here."""
 
@@ -226,15 +216,14 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def sandbox() -> ImmutableSandboxedEnvironment:
+def sandbox() -> TemplateSandbox:
     """What templates are compiled for, and run in."""
-    environment = _Sandbox(
+    environment = TemplateSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[loopcontrols, _Generation],
-        optimized=False,  # or constant expressions run, unwatched, when the model is opened
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = counted(_tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

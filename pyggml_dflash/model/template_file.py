@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import jinja2
-from jinja2 import meta
 
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.model.chat import rendered, sandbox
@@ -35,15 +34,16 @@ def read_template(path: Path | None) -> str | None:
     source = _decoded(path, _read(path))
     environment = sandbox()
     try:
-        variables = meta.find_undeclared_variables(environment.parse(source))
-        template = environment.from_string(source)
+        variables = environment.variables_of(source)
+        template = environment.template(source)
     except jinja2.TemplateSyntaxError as error:
         raise _refused(path, f"line {error.lineno}: {error.message}") from error
     except Exception as error:  # what Jinja accepts may still be too deep or too long for Python
         raise _refused(path, f"it cannot be compiled: {error}") from error
     if "messages" not in variables:
         raise _refused(path, "it does not read 'messages', which the conversation is in")
-    _try_out(path, template)
+    with environment.bounded():
+        _try_out(path, template)
     return source
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pyggml_dflash.errors import UsageError
+from pyggml_dflash.errors import UsageError, quoted
 from pyggml_dflash.model.answer import AnswerForm
 from pyggml_dflash.model.call_parser import (
     CALL_CLOSE,
@@ -60,14 +60,12 @@ class _Rules:
     def json(self, tool: Tool, form: AnswerForm) -> str:
         head = f'{{"name": {json_text(tool.name)}, "{form.arguments_key}": '
         opens, closes = ("", "") if form.bare_calls else (f"{CALL_OPEN}\n", f"\n{CALL_CLOSE}")
-        others = {"additionalProperties": False} if "properties" in tool.schema else {}
-        arguments = self._json({"type": "object", **others, **tool.schema})
+        arguments = self._json({"type": "object", **tool.schema, **_named_only(tool)})
         return f"{_literal(opens + head)} {arguments} {_literal('}' + closes)}"
 
     def xml(self, tool: Tool, form: AnswerForm) -> str:
         _check_name("name", tool.name, tool)
-        required = tool.schema.get("required")
-        needed = required if isinstance(required, Sequence) and not isinstance(required, str) else ()
+        needed = _needed(tool)
         parts = [_literal(f"{CALL_OPEN}\n{FUNCTION_OPEN}{tool.name}>\n")]
         for key in dict.fromkeys([*tool.parameters, *needed]):
             _check_name("parameter", key, tool)
@@ -94,6 +92,23 @@ class _Rules:
         text = json.dumps({"x-guidance": {"whitespace_pattern": self._space}, **schema}, ensure_ascii=False)
         self.lines.append(f"{name}: %json {text}")
         return name
+
+
+def _needed(tool: Tool) -> list[str]:
+    """Parameters that every call has, also such as the schema says nothing else of."""
+    required = tool.schema.get("required") or []
+    if isinstance(required, list) and all(isinstance(name, str) for name in required):
+        return required
+    raise UsageError(f"required of tool {tool.name!r} is {quoted(required)}; it must be a list of names")
+
+
+def _named_only(tool: Tool) -> dict[str, Any]:
+    """Keys of a schema that keep its arguments to those that it names, be it only as required."""
+    properties = tool.schema.get("properties")
+    if not isinstance(properties, Mapping) or "additionalProperties" in tool.schema:
+        return {}
+    unsaid: dict[str, Any] = {name: {} for name in _needed(tool) if name not in properties}
+    return {"properties": {**properties, **unsaid}, "additionalProperties": False}
 
 
 def _choices(schema: object) -> list[str] | None:

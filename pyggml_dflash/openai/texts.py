@@ -6,7 +6,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+MAX_DIGITS: Final = 4300  # which Python turns into a number; the time grows with the square
 
 
 class TooDeepError(ValueError):
@@ -21,7 +23,11 @@ def read_json(text: str) -> Any:
     """
     try:
         return json.loads(
-            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=members_of
+            text,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+            object_pairs_hook=members_of,
         )
     except RecursionError as error:
         raise TooDeepError("it is nested too deeply") from error
@@ -29,6 +35,12 @@ def read_json(text: str) -> Any:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits; at most {MAX_DIGITS} are read")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

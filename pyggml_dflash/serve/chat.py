@@ -48,7 +48,7 @@ from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.prompt_progress import PromptProgress
 from pyggml_dflash.serve.questions import Question, chat_question, check_choices
-from pyggml_dflash.serve.service import Service, off_loop
+from pyggml_dflash.serve.service import Service
 from pyggml_dflash.serve.sse import Gathered, data, reply
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -63,7 +63,7 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", responses=answer_responses(ChatCompletion), tags=["OpenAI"])
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        asked, questions = await off_loop(lambda: ask(service, body))
+        asked, questions = await service.asked(body, lambda: ask(service, body))
 
         def writer(answers: Answers) -> ChatWriter:
             return ChatWriter(service, answers, asked)

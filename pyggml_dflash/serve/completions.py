@@ -33,7 +33,7 @@ from pyggml_dflash.serve.parts import Ending, Part
 from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.prompt_progress import PromptProgress
 from pyggml_dflash.serve.questions import Question, check_choices
-from pyggml_dflash.serve.service import Service, off_loop
+from pyggml_dflash.serve.service import Service
 from pyggml_dflash.serve.sse import Gathered, data, reply
 
 CompletionBody = Annotated[Object, WithJsonSchema(dict(COMPLETION.schema))]
@@ -46,7 +46,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=answer_responses(Completion), tags=["OpenAI"])
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
-        asked, questions = await off_loop(lambda: ask(service, body))
+        asked, questions = await service.asked(body, lambda: ask(service, body))
 
         def writer(answers: Answers) -> CompletionWriter:
             return CompletionWriter(service, answers, asked)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyggml_dflash.errors import human_bytes
 from pyggml_dflash.serve.metrics import Metrics
-from pyggml_dflash.serve.problems import Problem
+from pyggml_dflash.serve.problems import BODY_TOO_LARGE, Problem
 from pyggml_dflash.serve.settings import ServeOptions, is_loopback
 
 LOG: Final = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Guard:
     def _size_problem(self, headers: Headers) -> Problem | None:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._options.max_body_bytes:
-            return Problem(413, self._too_large, code="body_too_large", headers={"Connection": "close"})
+            return Problem(413, self._too_large, code=BODY_TOO_LARGE, headers={"Connection": "close"})
         return None
 
     @property

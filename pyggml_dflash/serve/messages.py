@@ -50,7 +50,7 @@ def message_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages", responses=answer_responses(MessageBody, anthropic=True))
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation."""
-        question = await off_loop(lambda: ask(service, body))
+        question = await service.asked(body, lambda: ask(service, body))
 
         def writer(answers: Answers) -> MessageWriter:
             return MessageWriter(service, answers)

@@ -31,6 +31,7 @@ from pyggml_dflash.serve.bodies import json_response
 LOG: Final = logging.getLogger(__name__)
 ANTHROPIC_PATHS: Final = "/v1/messages"
 RETRY_AFTER_S: Final = 1
+BODY_TOO_LARGE: Final = "body_too_large"
 
 # HTTP status -> type of OpenAI's error, type of Anthropic's
 _TYPES: Final = {
@@ -170,7 +171,8 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        problem = Problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        code = BODY_TOO_LARGE if error.status_code == 413 else None
+        problem = Problem(error.status_code, str(error.detail), code=code, headers=dict(error.headers or {}))
         return problem.response(request.url.path)
 
     async def on_error(request: Request, error: Exception) -> Response:

@@ -43,7 +43,7 @@ from pyggml_dflash.serve.responses_bodies import (
     ResponseUsage,
     Status,
 )
-from pyggml_dflash.serve.service import Service, off_loop
+from pyggml_dflash.serve.service import Service
 from pyggml_dflash.serve.sse import Gathered, data, reply
 
 ResponsesBody = Annotated[Object, WithJsonSchema(dict(RESPONSES.schema))]
@@ -62,7 +62,7 @@ def response_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses", responses=answer_responses(ResponseObject), tags=["OpenAI"])
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation. Nothing is stored: each request brings the whole of it."""
-        question = await off_loop(lambda: ask(service, body))
+        question = await service.asked(body, lambda: ask(service, body))
 
         def writer(answers: Answers) -> ResponseWriter:
             return ResponseWriter(service, answers, body, question)

@@ -7,7 +7,9 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
 
 import uvicorn
 
@@ -19,7 +21,9 @@ from pyggml_dflash.serve.app import app_of
 from pyggml_dflash.serve.service import Service
 from pyggml_dflash.serve.settings import ServeOptions
 
-BACKLOG = 2048
+BACKLOG: Final = 2048
+REQUEST_S: Final = 30.0  # how long a connection may be open without a whole head of a request
+LAST_WORDS_S: Final = 1.0  # for telling clients that their answers are ended, before they are hung up on
 Ready = Callable[[Engine, str], None]
 
 
@@ -33,7 +37,8 @@ def serve(
     """Serve a model until SIGINT or SIGTERM; raises what opening it raises.
 
     Listens at once, and answers 503 until the model is loaded; then calls `ready` with the engine and the
-    address. When told to stop, answers may go on for `grace_s` seconds; a second signal ends them at once.
+    address. When told to stop, answers may go on for `grace_s` seconds; then, or with a second signal, their
+    clients are told that the server stops. A client that does not take even that is hung up on.
     """
     with listen(options.host, options.port) as listener:
         asyncio.run(_Run(engine, options, progress, ready).run(listener))
@@ -68,7 +73,56 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose stop by a signal is an end like any other."""
+    """uvicorn's server, whose stop by a signal is an end like any other.
+
+    By itself it would cancel what still runs when its patience ends, and answer with a bare 500 or nothing;
+    and it would keep connections that bring no request, until there are no descriptors for others.
+    """
+
+    def __init__(self, config: uvicorn.Config, grace_s: float, end: Callable[[], Awaitable[None]]) -> None:
+        """`end` makes every answer come to an end; called when `grace_s` seconds of a stop are over."""
+        super().__init__(config)
+        self._grace_s, self._end = grace_s, end
+        self._waiting: dict[tuple[object, object], float] = {}  # connections between requests -> since when
+
+    async def on_tick(self, counter: int) -> bool:
+        """What uvicorn does ten times a second; once a second look for connections without a request."""
+        if counter % 10 == 0:
+            self._close_silent(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _close_silent(self, now_s: float) -> None:
+        before, self._waiting = self._waiting, {}
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                continue
+            since_s = self._waiting[connection, cycle] = before.get((connection, cycle), now_s)
+            if now_s - since_s >= REQUEST_S:
+                connection.transport.close()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests, and wait for those that are there."""
+        late = asyncio.create_task(self._end_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    async def hang_up(self) -> None:
+        """Close what connections are left, once their clients had the time for a last word."""
+        state = self.server_state
+        for patience_s in (LAST_WORDS_S, LAST_WORDS_S):
+            end_s = time.monotonic() + patience_s
+            while (state.connections or state.tasks) and time.monotonic() < end_s:
+                await asyncio.sleep(0.02)
+            for connection in list(state.connections):
+                connection.transport.abort()
+
+    async def _end_late(self) -> None:
+        await asyncio.sleep(self._grace_s)
+        await self._end()
+        await self.hang_up()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -94,16 +148,10 @@ class _Run:
     ) -> None:
         self._engine_options, self._progress, self._ready = engine, progress, ready
         self._service = Service(options)
-        self._server = _Server(
-            uvicorn.Config(
-                app_of(self._service),
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=max(1, round(options.grace_s)),
-            )
+        config = uvicorn.Config(
+            app_of(self._service), lifespan="off", log_config=None, access_log=False, server_header=False
         )
+        self._server = _Server(config, options.grace_s, self._end)
 
     async def run(self, listener: socket.socket) -> None:
         """Serve to the end, then close the engine."""
@@ -112,23 +160,27 @@ class _Run:
             await self._server.serve(sockets=[listener])
         finally:
             self._server.should_exit = True
-            engine = await load
-            if engine is not None:
-                await asyncio.to_thread(engine.close)
+            await load
+            await self._end()
+            await self._server.hang_up()
 
-    async def _load(self, url: str) -> Engine | None:
-        """Open the engine; None if the server was told to stop before."""
+    async def _end(self) -> None:
+        """Close the engine, which ends every answer."""
+        if self._service.is_ready:
+            await asyncio.to_thread(self._service.engine.close)
+
+    async def _load(self, url: str) -> None:
+        """Open the engine, unless the server is told to stop before."""
         try:
             engine = await asyncio.to_thread(Engine, self._engine_options, progress=self._report)
         except Cancelled:
-            return None
+            return
         except BaseException:
             self._server.should_exit = True
             raise
         self._service.open(engine)
         if self._ready is not None:
             self._ready(engine, url)
-        return engine
 
     def _report(self, progress: Progress) -> None:
         if self._server.should_exit:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -18,6 +19,9 @@ from pyggml_dflash.serve.metrics import Metrics
 from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.settings import ServeOptions
 
+# What may hold an answer to a form, whose compiling takes seconds where somebody means it to.
+FORMS: Final = frozenset({"response_format", "regex", "grammar", "text", "output_config", "tools"})
+N_COMPILING: Final = 2  # requests with one that are read at once; others need not wait for them
 READ_S: Final = 0.25  # how long a report waits for an engine that computes, before it shows what it knows
 
 T = TypeVar("T")
@@ -52,6 +56,7 @@ class Service:
         self._refresh: asyncio.Task[None] | None = None
         self._trim: asyncio.Task[int] | None = None
         self._parking = asyncio.Lock()
+        self._compiling = ThreadPoolExecutor(N_COMPILING, "dflash-forms")
 
     @property
     def engine(self) -> Engine:
@@ -86,6 +91,12 @@ class Service:
         problem = other_model(name, self.model_names, self.engine.info)
         if problem is not None:
             raise Problem(404, problem, code="model_not_found", param="model")
+
+    async def asked(self, body: Mapping[str, object], read: Callable[[], T]) -> T:
+        """What `read` makes of a body, on a worker thread."""
+        if FORMS.isdisjoint(body):
+            return await off_loop(read)
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, read)
 
     def count(self, result: GenerationResult) -> None:
         """Count an answer that is over."""

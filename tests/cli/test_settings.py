@@ -369,6 +369,34 @@ def test_a_profile_is_shown_by_its_name() -> None:
     )
 
 
+def test_env_shows_what_is_said_of_a_command_alone(config: Path) -> None:
+    config.write_text("[serve]\nport = 9000\nmodel-name = ['a', 'b']\n")
+    found = shown("serve", "--queue-limit", "3")
+    assert found["port"] == {"value": "9000", "from": str(config)}
+    assert found["model-name"] == {"value": ["a", "b"], "from": str(config)}
+    assert found["queue-limit"] == {"value": "3", "from": "flag"}
+    assert "host" not in found  # it is as `dflash serve --help` says
+    assert "port" not in shown("run")
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "file", "table"])
+def test_env_does_not_tell_the_key_of_a_server(
+    source: str, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["env", "serve"]
+    if source == "flag":
+        args += ["--api-key", "s3cret"]
+    elif source == "environment":
+        monkeypatch.setenv("DFLASH_API_KEY", "s3cret")
+    else:
+        config.write_text(("[serve]\n" if source == "table" else "") + "api-key = 's3cret'\n")
+    for words in (args, [args[0], "--json", *args[1:]]):
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, done.output
+        assert "(hidden)" in done.output
+        assert "s3cret" not in done.output
+
+
 def test_env_is_a_table_for_people(config: Path) -> None:
     config.write_text("chunk = 32\nnfc = false\n")
     done = CliRunner().invoke(cli, ["env", "fit", "--device-cap", "CPU=3", "--device-cap", "B=1"])

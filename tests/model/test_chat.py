@@ -12,6 +12,7 @@ import pytest
 
 from pyggml_dflash.errors import DamagedFileError, UnsupportedModelError, UsageError
 from pyggml_dflash.ggml.gguf import GgufFile
+from pyggml_dflash.model import template_sandbox
 from pyggml_dflash.model.answer import AnswerForm
 from pyggml_dflash.model.chat import ChatTemplate
 from pyggml_dflash.model.tokenizer import Tokenizer
@@ -198,6 +199,51 @@ def test_bos_and_eos_are_given_as_text(tokenizer: Tokenizer) -> None:
 def test_a_template_cannot_break_out_or_run_away(tokenizer: Tokenizer, source: str) -> None:
     with pytest.raises(UsageError, match=r"chat template|longer than"):
         render(source, tokenizer)
+
+
+ENDLESS = {
+    "loops": "{% for a in 'a' * 10000 %}{% for b in 'b' * 100000 %}{% endfor %}{% endfor %}",
+    "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+}
+GROWING = {
+    "+": "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "~": "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "list": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "number": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "block": "{% set x %}{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endset %}",
+    "literal": "{% set x %}{% for i in range(99999) %}" + "a" * 9999 + "{% endfor %}{% endset %}",
+    "macro": "{% macro f() %}{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endmacro %}{{ f() }}",
+    "padding": "{{ 'a'.ljust(10 ** 10) }}",
+    "filter": "{{ 'a' | center(10 ** 10) }}",
+    "constant": "{{ [1] | slice(10000000000) | list }}",
+    "words": "{{ lipsum(n=1000000) }}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_does_not_end_is_stopped(
+    source: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_sandbox, "RENDER_S", 0.05)
+    with pytest.raises(UsageError, match="the chat template does not end"):
+        render(source, tokenizer)
+    assert render(PLAIN, tokenizer) == "user: hi\n"
+
+
+@pytest.mark.parametrize("source", GROWING.values(), ids=GROWING)
+def test_what_a_template_makes_cannot_grow_without_bounds(source: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=r"chat template (refuses|writes more)"):
+        render(source, tokenizer)
+
+
+def test_bounds_change_nothing_for_a_template_that_keeps_them(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% macro line(m) %}{{ m.role ~ ': ' ~ m.content ~ 1 }}{{ caller() if caller else '' }}{% endmacro %}"
+        "{% for m in messages recursive %}{% call line(m) %}!{% endcall %}"
+        "{{ loop.index * 2 }}{{ [1] + [2] }}{{ 'ab' | center(6) }}{{ m | tojson(indent=1) | length }}"
+        "{% else %}none{% endfor %}"
+    )
+    assert render(source, tokenizer) == "user: hi1!2[1, 2]  ab  37"
 
 
 def test_a_template_runs_no_expression_before_it_renders(tokenizer: Tokenizer) -> None:

@@ -64,6 +64,7 @@ def test_a_template_that_can_be_used_is_read_as_it_stands(source: str, tmp_path:
         (LOOP.encode("utf-16"), "line 1: not UTF-8, there is a byte 0xff"),
         (b"{{ messages }}{{ " + b"(" * 5000 + b")" * 5000 + b" }}", "it cannot be compiled: "),
         (b" " * MAX_TEMPLATE_BYTES + LOOP.encode(), "it is larger than 1024 KiB, so it is no chat template"),
+        (b"{{ messages }}\n{{ [1] | slice(10000000000) | list }}", "more than 100000 columns or items"),
     ],
     ids=lambda value: repr(value[-30:]) if isinstance(value, bytes) else "",
 )

@@ -109,6 +109,27 @@ def test_more_calls_follow_where_they_may(constraints: Constraints, tokenizer: T
         assert max(len(AnswerParser(FORMS[form], (STOP,)).parse(text).calls) for text in texts) > 1
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parameter_that_is_only_required_may_have_any_value(
+    constraints: Constraints, tokenizer: Tokenizer, form: str
+) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x", "y"]}
+    tools = (Tool(name="f", schema=schema),)
+    constraint = constraint_of(FORMS[form], tools, parallel=False)
+    texts = [walk(constraints.matcher(constraint), tokenizer, seed, phrases=PHRASES) for seed in range(12)]
+    calls = [AnswerParser(FORMS[form], tools).parse(text).calls for text in texts if text is not None]
+    assert calls
+    assert {tuple(json.loads(call.arguments)) for (call,) in calls} == {("x", "y")}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("required", [[["x"]], [5], "x", {"x": 1}])
+def test_required_names_that_are_none_are_refused(form: str, required: object) -> None:
+    tool = Tool(name="f", schema={"properties": {"x": {}}, "required": required})
+    with pytest.raises(UsageError, match=r"required of tool 'f' is .*; it must be a list of names"):
+        constraint_of(FORMS[form], (tool,))
+
+
 def test_text_in_xml_is_free_but_for_tags(constraints: Constraints, tokenizer: Tokenizer) -> None:
     tool = Tool(name="say", schema={"properties": {"text": {"type": "string"}}, "required": ["text"]})
     matcher = constraints.matcher(constraint_of(FORMS["xml"], (tool,)))

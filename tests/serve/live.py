@@ -84,13 +84,17 @@ def live(engine: Engine, **options: Any) -> Iterator[Live]:
 
 
 @contextmanager
-def asked(server: Live, path: str, body: Any) -> Iterator[socket.socket]:
-    """A connection with a request on it; closed at the end, whatever was answered."""
+def asked(server: Live, path: str, body: Any, *, promised: int | None = None) -> Iterator[socket.socket]:
+    """A connection with a request on it; closed at the end, whatever was answered.
+
+    `promised`: bytes that the body has by its head, if not as many as are sent.
+    """
     port = int(server.url.rpartition(":")[2])
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        n_bytes = len(data) if promised is None else promised
+        connection.sendall(f"{head}Content-Length: {n_bytes}\r\n\r\n".encode() + data)
         yield connection
 
 

@@ -317,7 +317,8 @@ def test_a_body_that_is_no_request_is_refused(server: Live, body: bytes) -> None
         (b'{"temperature": NaN}', "NaN is no number of JSON"),
         (b'{"metadata": {"x": 1e999}}', "1e999 is larger than a number can be here"),
         (b'{"seed": 1, "seed": 2}', "'seed' stands twice in one object"),
-        (b'{"seed": 1} x', "Extra data"),
+        (b'{"seed": 1} x', "Extra data: line 1 column 13 (char 12)"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "a number has 5000 digits; at most 4300 are read"),
     ],
     ids=lambda given: repr(given[:20]),
 )

@@ -7,21 +7,24 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
-from pyggml_dflash import EngineOptions, Progress, UsageError
+from pyggml_dflash import Engine, EngineOptions, Progress, UsageError
 from pyggml_dflash.extras import install_hint
+from pyggml_dflash.serve import server as server_module
 from pyggml_dflash.serve.server import serve
 from pyggml_dflash.serve.settings import ServeOptions
 from tests.cli.dflash_command import COMMAND, LIMIT_S, PICO, dflash
 from tests.engine.apart import program
 from tests.engine.tiny import QWEN3
-from tests.serve.live import CHAT, STORY
+from tests.serve.live import CHAT, STORY, Live, asked
 
 ENGINE = ("--max-ctx", "512", "--threads", "1", "--device", "CPU", "--spec", "off", "--port", "0")
 
@@ -97,6 +100,55 @@ def test_a_stop_while_the_model_loads_is_an_end_like_any_other() -> None:
     serve(options, ServeOptions(port=0), progress=progress, ready=lambda engine, url: opened.append(url))
     assert len(reports) == 1
     assert opened == []
+
+
+def serve_while(ask: Callable[[Live], None], model: Path | None, *, grace_s: float = 10.0) -> None:
+    """Serve in this thread, where signals arrive, until `ask` on another one has sent one."""
+    clients: list[threading.Thread] = []
+
+    def ready(engine: Engine, url: str) -> None:
+        clients.append(threading.Thread(target=ask, args=(Live(url, engine),)))
+        clients[0].start()
+
+    engine = EngineOptions(model=model, device="CPU", threads=1, max_ctx=2048, spec="off", slots=2)
+    serve(engine, ServeOptions(port=0, grace_s=grace_s), ready=ready)
+    clients[0].join(LIMIT_S)
+
+
+def test_who_waits_longer_than_the_grace_is_told_that_the_server_stops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = {"messages": STORY, "ignore_eos": True, "stream": True}
+    told: list[str] = []
+
+    def ask(server: Live) -> None:
+        unread = asked(server, CHAT, body)
+        half = asked(server, "/tokenize", {}, promised=9)
+        with unread, half, httpx.stream("POST", server.url + CHAT, json=body, timeout=LIMIT_S) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if "Once" in line)
+            os.kill(os.getpid(), signal.SIGTERM)
+            told.append([line for line in lines if line][-1])
+
+    serve_while(ask, None, grace_s=0.2)
+    assert "the answer was stopped, with the server" in told[0]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_connection_that_brings_no_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "REQUEST_S", 0.5)
+    left: list[bytes] = []
+
+    def ask(server: Live) -> None:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for start in (b"", b"GET /health HTTP/1.1\r\nHost: loc", b"GET /health HTTP/1.0\r\n\r\n"):
+            with socket.create_connection(address, LIMIT_S) as connection:
+                connection.sendall(start)
+                left.append(connection.recv(8))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    serve_while(ask, QWEN3)
+    assert left == [b"", b"", b"HTTP/1.1"]
 
 
 def test_a_model_that_cannot_be_opened_ends_the_server() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal
 
 import anthropic
@@ -15,9 +17,10 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from pyggml_dflash import Engine
+from pyggml_dflash.engine import constraint
 from tests.engine.hostile import edited
 from tests.engine.tiny import opened
-from tests.serve.live import CHAT, STORY, Live, events, live
+from tests.serve.live import CHAT, PATIENCE_S, STORY, Live, events, live
 from tests.serve.told import telling
 
 SCHEMA: Final = {
@@ -258,6 +261,26 @@ def test_calls_that_cannot_come_are_refused(caller: Live, fields: dict[str, Any]
     answer = caller.post(CHAT, {"messages": STORY, **fields})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+def test_requests_without_a_form_do_not_wait_for_those_with_one(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr(constraint, "survives", lambda *_: compiled.wait(PATIENCE_S))
+
+    def ask(i: int) -> int:
+        body = {"messages": STORY, "max_tokens": 4, "regex": f"[a-z]{{{i + 1}}}"}
+        return server.post(CHAT, body).status_code
+
+    with ThreadPoolExecutor(40) as clients:  # more than there are threads to read requests
+        statuses = clients.map(ask, range(40))
+        try:
+            assert server.post(CHAT, {"messages": STORY, "max_tokens": 4}).status_code == 200
+            assert server.post("/tokenize", {"content": "a fox"}).status_code == 200
+        finally:
+            compiled.set()
+        assert set(statuses) <= {200, 429}
 
 
 # budgets of reasoning (B44)

@@ -76,6 +76,7 @@ def test_a_body_beyond_the_limit_is_refused(pico: Engine) -> None:
         refused = server.post(CHAT, big)
         assert refused.status_code == 413
         assert refused.json()["error"]["message"] == "the body is larger than 2.0 KiB"
+        assert refused.json()["error"]["code"] == "body_too_large"
 
         def piecewise() -> Iterator[bytes]:
             for _ in range(64):
@@ -83,7 +84,8 @@ def test_a_body_beyond_the_limit_is_refused(pico: Engine) -> None:
 
         with server.client() as client:
             headers = {"content-type": "application/json"}
-            assert client.post(CHAT, content=piecewise(), headers=headers).status_code == 413
+            in_pieces = client.post(CHAT, content=piecewise(), headers=headers)
+        assert (in_pieces.status_code, in_pieces.json()) == (413, refused.json())
         assert server.post(CHAT, SHORT).status_code == 200
 
 

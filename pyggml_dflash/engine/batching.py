@@ -18,6 +18,9 @@ MOST_ROWS: Final = 16  # of one decode forward; more slots take turns
 MOST_JOINED: Final = 128  # rows of a forward that several prompts share
 # The same on a CPU, where more give little (docs/measurements/cpu-batches.md), and on a worker, often one.
 MOST_JOINED_CPU: Final = 64
+# Multiplications of a CPU's thread that take about a second. They are counted, since by the clock a model
+# would round otherwise on one day than on the next.
+THREAD_WORK: Final = 25e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

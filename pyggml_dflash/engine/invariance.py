@@ -15,8 +15,8 @@ one, so nothing is lost. Four rows of repacked Q4_K take 1.25 to 1.4 times as lo
 four then take no longer, without it 1.8, 2.3 and 3.7 times. The choice does not look at the clock, so that a
 model rounds alike each time it is opened.
 
-Where that takes little time, whole forwards are compared as well: devices may fuse products with what is
-around them.
+Whole forwards are compared as well: devices other than a CPU may fuse products with what is around them. On
+a CPU that is done where it takes little work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.engine.batching import MOST_ROWS, PADDINGS, Batching, most_ragged_rows
+from pyggml_dflash.engine.batching import MOST_ROWS, PADDINGS, THREAD_WORK, Batching, most_ragged_rows
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.joined_invariance import joined_anyhow, measure_joined
 from pyggml_dflash.ggml.device import Backend
@@ -40,7 +40,7 @@ from pyggml_dflash.ggml.products import Product, ProductRunner
 from pyggml_dflash.ggml.tensor import WeightKind
 from pyggml_dflash.state.slot import Slot
 
-LIMIT_S: Final = 1.0  # for widths that only drafts need, and for comparing whole forwards: most of each
+LIMIT_S: Final = 1.0  # for widths that only drafts need
 N_COMPARED: Final = 512  # results of a product, at least
 MOST_INPUTS: Final = 128  # rows that are tried to get so many
 MOST_LOOKED_AT: Final = 16  # rows of a decode or verify forward that products are compared with
@@ -85,7 +85,8 @@ def _measured(
     if rows >= looked_at:
         rows = measure_more(backend, ledger, forwards.products(), batching.paddings, range(rows, ragged))
     batching = replace(batching, ragged_rows=max(1, min(rows, ragged)))
-    return _checked(forwards, slots, batching, found)
+    limit = THREAD_WORK * backend.n_threads if all(part.is_host for part in backend.all) else None
+    return _checked(forwards, slots, batching, found, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,6 @@ class Agreement:
 
     product: Product
     rows: Mapping[Padding, int]
-    lone_s: float  # seconds for a lone row
 
     @property
     def most(self) -> int:
@@ -145,9 +145,6 @@ def _padding(paddings: Paddings, product: Product) -> Padding:
 def _agreement(runner: ProductRunner, product: Product, extra: range, deadline: float) -> Agreement:
     """Looks at numbers of rows below `extra.stop`; at those in `extra` only before the deadline."""
     results = {1: _results(runner, product, 1)}
-    started = time.perf_counter()
-    _results(runner, product, 1)
-    seconds = (time.perf_counter() - started) / max(1, N_COMPARED // product.n_out)
     rows: dict[Padding, int] = {}
     for padding in PADDINGS[:1] if product.n_used else PADDINGS:
         first, n = padding.rows(1), 0
@@ -161,7 +158,7 @@ def _agreement(runner: ProductRunner, product: Product, extra: range, deadline: 
         rows[padding] = max(1, n)
         if n + 1 >= extra.stop:
             break
-    return Agreement(product=product, rows=rows, lone_s=seconds)
+    return Agreement(product=product, rows=rows)
 
 
 def _results(runner: ProductRunner, product: Product, n: int) -> list[bytes]:
@@ -223,16 +220,20 @@ def _named(product: Product) -> str:
 
 
 def _checked(
-    forwards: Forwards, slots: Sequence[Slot], batching: Batching, found: Sequence[Agreement]
+    forwards: Forwards,
+    slots: Sequence[Slot],
+    batching: Batching,
+    found: Sequence[Agreement],
+    limit: float | None,
 ) -> Batching:
-    """The same as far as whole forwards agree, where they can be compared in time.
+    """The same as far as whole forwards agree; compared with up to `limit` multiplications, None for any.
 
     A device may compute a lone row's products otherwise in a graph than by themselves. Then all products are
     made of at least two rows; where that does not help, rows run one by one.
     """
-    lone_s = sum(a.lone_s * a.product.n_times for a in found)
+    lone = sum(a.product.kind.shape[0] * a.product.n_out * a.product.n_times for a in found)
     n_rows = N_STEPS * batching.rows**2 / 2 + 3 * batching.verify_rows + 2 * batching.ragged_rows
-    if lone_s * n_rows > LIMIT_S:
+    if limit is not None and lone * n_rows > limit:
         return batching
     before = forwards.batching
     reason = "whole forwards agree where products are made of at least 2 rows"

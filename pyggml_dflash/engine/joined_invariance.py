@@ -7,7 +7,7 @@ one row on with Q8_0, Q4_0 and the like, from two with F32, F16, BF16 and IQ4_NL
 i-quants; repacked Q4_K and Q2_K only if products are made of multiples of 4.
 
 The last rows of prompts, which have logits, run as those of slots that decode together. Devices other than a
-CPU may fuse products with what is around them: there whole forwards are compared, too, where they are short.
+CPU may fuse products with what is around them: there whole forwards are compared, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pyggml_dflash.engine.batching import Batching
+from pyggml_dflash.engine.batching import THREAD_WORK, Batching
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.joined_prompts import PromptRows
 from pyggml_dflash.ggml.device import Backend
@@ -30,10 +30,7 @@ from pyggml_dflash.ggml.products import Product, ProductRunner, Window
 from pyggml_dflash.state.slot import Slot
 
 ROWS: Final = (128, 96, 64, 48, 32)  # of a shared forward; what is tried first in front
-# Multiplications for looking at all smaller numbers of rows, at most: about a second. They are counted, since
-# by the clock a model would share forwards on one day and not on the next.
-MOST_WORK: Final = 4e12
-THREAD_WORK: Final = 25e9  # of each thread of a CPU
+MOST_WORK: Final = 4e12  # multiplications for looking at all smaller numbers of rows: about a second
 N_COMPARED: Final = 128  # results of each number of rows, at least, where that takes few windows
 MOST_WINDOWS: Final = 4  # of each number of rows
 
@@ -73,8 +70,7 @@ def measure_joined(
                 return replace(batching, joined_reason=f"{_named(product)} round otherwise for fewer rows")
     reason = f"rows are the same among {least} to {most}"
     joined = replace(batching, joined_rows=range(least, most + 1), joined_reason=reason)
-    too_long = 2 * work * most * forwards.model.config.n_layer > limit
-    if forwards.is_host or too_long or _agree(forwards, slots, joined):
+    if forwards.is_host or _agree(forwards, slots, joined):
         return joined
     return replace(
         batching, joined_reason="whole forwards of several prompts round otherwise than those of one"

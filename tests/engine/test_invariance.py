@@ -125,7 +125,7 @@ def kind(element: ElementType, n_out: int = 64) -> WeightKind:
 def agreement(element: ElementType, *rows: int) -> Agreement:
     """A product whose rows agree so far without padding, as two and more, in fours."""
     product = Product(Tensor(None), kind(element))
-    return Agreement(product=product, rows=dict(zip(PADDINGS, rows, strict=False)), lone_s=0.0)
+    return Agreement(product=product, rows=dict(zip(PADDINGS, rows, strict=False)))
 
 
 NONE, TWO, FOUR = PADDINGS

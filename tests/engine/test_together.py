@@ -27,6 +27,7 @@ from pyggml_dflash.options import Spec
 from tests.engine.apart import program
 from tests.engine.hostile import edited
 from tests.engine.tiny import LLAMA, PATIENCE_S, QWEN35, opened, prompt
+from tests.engine.workers import workers
 
 N_SLOTS = 4
 WIDTH = 2  # given, so that drafts are verified however slow the machine is
@@ -363,6 +364,16 @@ def test_slots_take_turns_where_rows_round_otherwise_unless_that_is_allowed(
         together = at_once(calls)  # type: ignore[arg-type]
         assert [len(tokens) for tokens in together] == [20] * 3
         assert together == alone or allowed
+
+
+def test_whole_forwards_are_compared_on_a_device_whatever_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may fuse products with others there, which a CPU does not: a large model is not compared on one."""
+    monkeypatch.setattr(invariance, "_agreeing_rows", lambda *_: 1)
+    monkeypatch.setattr(invariance, "THREAD_WORK", 0.0)
+    with workers(1) as (worker,):
+        for device, mode in ((worker.name, "sequential"), ("CPU", "batched")):
+            with opened(QWEN35, device=device, slots=3, max_ctx=512, chunk=32) as engine:
+                assert engine.info.decode_mode == mode, device
 
 
 def test_event_loops_of_several_threads_are_served_together(engine: Engine) -> None:

@@ -149,7 +149,10 @@ def attend(
     if step.parts:
 
         def alone(part: Step, start: int) -> Tensor:
-            return attend(g, rows_of(g, q, 2, start, part.key.n_tokens), cache, part, scale)
+            own = attend(g, rows_of(g, q, 2, start, part.key.n_tokens), cache, part, scale)
+            # GPUs keep keys and values as they read them behind what fused attention gives, until that is
+            # read: a copy lets the next prompt have this memory.
+            return g.cont(own) if start == 0 and step.key.joins_prompts else own
 
         return apart(g, step, alone)
     mask = step.mask if mask is None else mask

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyggml_dflash.arch.base import OutputKind
+from pyggml_dflash.arch.base import GraphKey, OutputKind
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.invariance import measure_batching
 from pyggml_dflash.engine.joined_prompts import PromptRows
@@ -21,6 +22,9 @@ from pyggml_dflash.engine.serving import Serving
 from pyggml_dflash.engine.step import Admission, StepPlan
 from pyggml_dflash.ggml.arena import read
 from pyggml_dflash.ggml.element import ElementType
+from pyggml_dflash.ggml.ffi import c_string, ffi, lib
+from pyggml_dflash.ggml.ops import GraphBuilder
+from pyggml_dflash.ggml.pins import address
 from pyggml_dflash.options import EngineOptions, SamplingOptions
 from pyggml_dflash.plan.measure import MemoryProbe
 from pyggml_dflash.requests import GenerationRequest
@@ -74,6 +78,35 @@ ROUNDS: tuple[tuple[Share, ...], ...] = (
     ((3, 8, "none"), (1, 30, "none")),
     ((1, 11, "last"), (3, 40, "last")),
 )
+
+
+def reads_of_fused_attention(builder: GraphBuilder) -> list[tuple[int, int]]:
+    """Of each fused attention in a graph: its place, and that of the last operation that reads its result."""
+    last, places = dict[int, int](), dict[int, int]()
+    for i in range(builder.n_nodes):
+        node = lib.ggml_graph_node(builder.graph, i)
+        if c_string(lib.ggml_op_name(node.op)) == "FLASH_ATTN_EXT":
+            places[address(node)] = i
+        for source in node.src:
+            if source != ffi.NULL:
+                root = source if source.view_src == ffi.NULL else source.view_src
+                last[address(root)] = i
+    return [(i, last[root]) for root, i in places.items()]
+
+
+def test_prompts_have_the_memory_of_fused_attention_one_after_the_other(tmp_path: Path) -> None:
+    """GPUs need as much of it as a whole context of keys and values takes in half precision."""
+    path = write_tiny(tmp_path, Tiny(architecture="qwen35"))
+    with measured(path, flash_attn="on", cache_type_k="q8_0", cache_type_v="q8_0") as parts:
+        slots, forwards = parts.slots.slots, parts.forwards
+        wanted = [PromptRows(slots[i], tokens(n, seed=i), "last", False) for i, n in enumerate(LENGTHS)]
+        builder = forwards.builder(GraphKey.prompts(tuple(forwards._chunk_key(each) for each in wanted)))
+        try:
+            found = reads_of_fused_attention(builder)
+        finally:
+            builder.close()
+        assert len(found) >= len(LENGTHS)
+        assert all(read_at < begins for (_, read_at), (begins, _) in pairwise(found))
 
 
 @pytest.mark.parametrize("element", TYPES)

@@ -118,6 +118,7 @@ class _Now(Collector):
                 "Refused allocations, tried again after a trim.",
                 stats.allocation_retries,
             ),
+            ("joined_prompts", "Forwards that prompts of several slots shared.", stats.joined_prompts),
         ):
             yield CounterMetricFamily(f"dflash_{name}", what, n)
         yield _durations(

@@ -222,6 +222,7 @@ def test_metrics_are_what_prometheus_reads(server: Live, pico: Engine) -> None:
     assert room == {name: memory.total_bytes for name, memory in pico.stats().devices.items()}
     assert 0 < families["dflash_device_free_bytes"].samples[0].value < room["CPU"]
     assert families["dflash_allocation_retries"].samples[0].value == 0
+    assert families["dflash_joined_prompts"].samples[0].value == 0  # there is one slot
 
 
 def test_what_steps_and_states_took_are_histograms(pico: Engine) -> None:

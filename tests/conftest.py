@@ -47,3 +47,15 @@ def pico_next(pytestconfig: pytest.Config) -> Path:
     path = pytestconfig.getoption("pico_next")
     assert isinstance(path, Path)
     return path
+
+
+@pytest.fixture(scope="session")
+def gpu() -> str:
+    """The first GPU's name; what is marked `gpu` needs one."""
+    from pyggml_dflash.ggml.device import devices  # not before the variables above are set
+
+    found = [device.name for device in devices()]
+    gpus = [device.name for device in devices() if device.kind in ("gpu", "igpu")]
+    if not gpus:
+        pytest.skip(f"needs a GPU; there is {', '.join(found)}")
+    return gpus[0]

@@ -11,7 +11,6 @@ import pytest
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.loader import load
 from pyggml_dflash.engine.step import Admission
-from pyggml_dflash.ggml.device import devices
 from pyggml_dflash.options import EngineOptions, Spec
 from tests.contract.steps import GRANULE, N_SLOTS, FakeEngine, StepContract
 from tests.tiny import Tiny, write_tiny
@@ -54,11 +53,8 @@ def on_the_cpu(model: Path) -> Iterator[EngineCore]:
 
 
 @pytest.fixture(scope="module")
-def on_a_gpu(model: Path) -> Iterator[EngineCore]:
-    gpus = [device.name for device in devices() if device.kind == "gpu"]
-    if not gpus:
-        pytest.skip(f"needs a GPU; there is {', '.join(device.name for device in devices())}")
-    core = open_core(model, gpus[0])
+def on_a_gpu(model: Path, gpu: str) -> Iterator[EngineCore]:
+    core = open_core(model, gpu)
     yield core
     core.close()
 

@@ -8,18 +8,7 @@ import device_pool
 import pytest
 from device_report import Report
 
-from pyggml_dflash.ggml.device import devices
-
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def gpu() -> str:
-    """The first GPU's name."""
-    gpus = [device.name for device in devices() if device.kind in ("gpu", "igpu")]
-    if not gpus:
-        pytest.skip("no GPU")
-    return gpus[0]
 
 
 def of_a_backend(report: Report, device: str) -> None:

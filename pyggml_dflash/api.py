@@ -588,9 +588,9 @@ class Engine:
     def batch(self, requests: Iterable[BatchItem], *, ordered: bool = True) -> Batch:
         """Answer many requests, as many at a time as there are slots; iterate over the results.
 
-        A request is a text or token ids to continue, or a `BatchRequest`; they are taken one by one while
-        somebody iterates. One that fails is a result with its error. `ordered` False: results come as they
-        get ready. Leaving the `with` block of the batch cancels what still runs.
+        A request is a text or token ids to continue, the messages of a chat, or a `BatchRequest`; they are
+        taken one by one while somebody iterates. One that fails is a result with its error. `ordered` False:
+        results come as they get ready. Leaving the `with` block of the batch cancels what still runs.
         """
         check_flag("ordered", ordered)
         return Batch(self, requests, ordered=ordered)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar, cast
 
 from pyggml_dflash.errors import Cancelled, EngineClosed, QueueFullError, UsageError
 from pyggml_dflash.options import Auto, SamplingOptions, Spec, check_int, refusal
@@ -104,7 +104,16 @@ class BatchRequest:
         )
 
 
-BatchItem: TypeAlias = "BatchRequest | str | Sequence[int]"
+BatchItem: TypeAlias = "BatchRequest | str | Sequence[int] | Sequence[Mapping[str, Any]]"
+
+
+def as_request(item: BatchItem) -> BatchRequest:
+    """A text or token ids to continue, or the messages of a chat, as a request that asks for nothing else."""
+    if isinstance(item, BatchRequest):
+        return item
+    if isinstance(item, Sequence) and item and all(isinstance(message, Mapping) for message in item):
+        return BatchRequest(messages=cast("Sequence[Mapping[str, Any]]", item))
+    return BatchRequest(prompt=cast("str | Sequence[int]", item))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,8 +295,7 @@ class Batch(InFlight["tuple[int, BatchItem]", BatchResult]):
         def answer(numbered: tuple[int, BatchItem], streams: Streams) -> BatchResult:
             index, item = numbered
             try:
-                request = item if isinstance(item, BatchRequest) else BatchRequest(prompt=item)
-                found = streams.answer(request, engine)
+                found = streams.answer(as_request(item), engine)
             except (Cancelled, EngineClosed):
                 raise
             except Exception as error:

@@ -22,7 +22,7 @@ from pyggml_dflash import (
     SamplingOptions,
     UsageError,
 )
-from pyggml_dflash.batch import SPARE, WINDOW, InFlight, Streams
+from pyggml_dflash.batch import SPARE, WINDOW, InFlight, Streams, as_request
 from pyggml_dflash.errors import Cancelled
 
 FOX = [{"role": "user", "content": "Tell me a story about a shy fox."}]
@@ -38,6 +38,14 @@ def engine() -> Iterator[Engine]:
 
 def prompts(n: int) -> list[str]:
     return [f"There were {i} foxes" for i in range(n)]
+
+
+def test_messages_are_a_chat_and_a_text_is_a_prompt(engine: Engine) -> None:
+    assert as_request(FOX) == BatchRequest(messages=FOX)
+    assert [as_request(item).prompt for item in ("a", [5, 6])] == ["a", [5, 6]]
+    with engine.batch([FOX]) as batch:
+        (found,) = batch
+    assert found.result.tokens == engine.chat(FOX).tokens
 
 
 @pytest.mark.parametrize("ordered", [True, False])

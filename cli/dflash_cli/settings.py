@@ -211,6 +211,10 @@ def _check_keys(
             _check_table(path, key, value, commands.get(key))
         elif key == "config" or (key not in own and key not in commands.settings):
             known = {*commands.settings, *commands.names} - {"config"}
+            tables = [name for name in commands.names if key in flags_of(commands.get(name))]
+            if tables:
+                where = f"write it in a table, as [{tables[0]}]"
+                raise UsageError(f"{path}: {key!r} is for some commands only: {where}")
             raise UsageError(f"{path}: {key!r} is unknown; {_nearest(key, known)}")
 
 

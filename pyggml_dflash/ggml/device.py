@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -157,12 +158,21 @@ def worker_devices(name: str) -> tuple[DeviceInfo, ...]:
     )
 
 
+def spelled(name: str) -> str:
+    """A device's name as ggml has it, in small letters: 'hip:1' is 'rocm1', 'cuda:0' is 'cuda0'."""
+    found = re.fullmatch(r"(cuda|hip|rocm|vulkan):([0-9]+)", name.lower())
+    if found is None:
+        return name.lower()
+    return ("rocm" if found[1] == "hip" else found[1]) + found[2]
+
+
 def named_device(
     name: str, present: tuple[DeviceInfo, ...] | None = None, *, option: str = "device"
 ) -> DeviceInfo:
     """The device called `name` (any case) among those of this build, or a worker's at 'rpc://HOST:PORT'.
 
-    An unknown name raises `UsageError` with the `option` that gave it and the names that exist.
+    'cuda:0' and the like are other spellings of ggml's names. An unknown name raises `UsageError` with the
+    `option` that gave it and the names that exist.
     """
     if name.lower().startswith(rpc.SCHEME):
         _, index = rpc.split_name(name.lower(), option)
@@ -171,8 +181,9 @@ def named_device(
             raise UsageError(f"{option} is {name!r}; that worker has {len(found)}, counted from 0")
         return found[index]
     present = devices() if present is None else present
+    wanted = spelled(name)
     for device in present:
-        if device.name.lower() == name.lower():
+        if device.name.lower() == wanted:
             return device
     names = ", ".join(d.name for d in present)
     raise UsageError(f"{option} is {name!r}; this build has {names}")

@@ -261,7 +261,9 @@ def _automatic(rooms: Sequence[DeviceRoom], size: ModelSize) -> SplitPlan:
     request, need = SplitRequest(), human_bytes(size.need)
     target = _target(request, rooms)
     if target.kind != "gpu" or target.free >= size.need:
-        return _alone(target, size, f"{target.name} has {human_bytes(target.free)} free; {need} are needed")
+        return _alone(
+            target, size, f"{target.name} has {human_bytes(target.free)} free; {need} would be enough"
+        )
     gpus = sorted((d for d in rooms if d.kind == "gpu"), key=lambda d: -d.free)
     lacks = f"{target.name} has {human_bytes(target.free)} free of {need}"
     together = sum(d.free for d in gpus)

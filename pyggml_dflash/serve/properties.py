@@ -193,7 +193,7 @@ def plain(value: Any, *, whole_paths: bool) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item, whole_paths=whole_paths) for item in value]
     if isinstance(value, Path):
-        return str(value) if whole_paths else value.name
+        return str(value.absolute()) if whole_paths else value.name
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

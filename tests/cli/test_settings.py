@@ -168,6 +168,7 @@ BAD_FILES = [
     ("temprature = 3", "'temprature' is unknown; did you mean temperature?"),
     ("qqqq = 3", "'qqqq' is unknown; 'dflash env' lists what there is"),
     ('config = "x"', "'config' is unknown"),
+    ("max-tokens = 3", "'max-tokens' is for some commands only: write it in a table, as [run]"),
     ("[rnu]", "'rnu' is unknown; did you mean run?"),
     ("[run]\nmax_tokens = 3", "'max_tokens' in [run] is unknown; did you mean max-tokens?"),
     ("[chat]\nqiet = true", "'qiet' in [chat] is unknown; did you mean quiet?"),

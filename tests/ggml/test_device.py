@@ -19,6 +19,7 @@ from pyggml_dflash.ggml.device import (
     host_memory,
     memory_now,
     physical_cores,
+    spelled,
 )
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ledger import Ledger
@@ -76,6 +77,22 @@ def test_a_device_is_chosen_by_its_name_in_any_case() -> None:
         assert choose_device(name).kind == "cpu"
     for device in devices():
         assert choose_device(device.name).name == device.name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cuda:0", "cuda0"),
+        ("HIP:1", "rocm1"),
+        ("rocm:0", "rocm0"),
+        ("Vulkan:12", "vulkan12"),
+        ("CPU", "cpu"),
+        ("cuda:x", "cuda:x"),
+    ],
+)
+def test_a_back_end_and_a_number_are_a_name(name: str, expected: str) -> None:
+    """As in the profile of two AMD devices; ggml calls those of HIP 'ROCm0' and so on."""
+    assert spelled(name) == expected
 
 
 @pytest.mark.parametrize("name", ["", "GPU99", "CPU ", "none", "\0"])

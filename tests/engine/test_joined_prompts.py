@@ -157,6 +157,37 @@ def test_a_shared_forward_takes_no_more_memory_than_was_planned(tmp_path: Path, 
             assert 0 < parts.ledger.by_label("CPU")["graphs"] <= planned
 
 
+@pytest.mark.parametrize(
+    ("architecture", "flash_attn", "cache", "chunk", "sizes"),
+    [
+        ("qwen3", "on", "f16", 48, (40, 1)),
+        ("llama", "off", "f32", 24, (3, 20)),
+        ("llama", "off", "f16", 33, (2, 30)),
+        ("llama", "off", "f32", 65, (1, 58, 3)),
+        ("qwen35moe", "on", "f16", 24, (21, 1)),
+    ],
+)
+def test_so_does_one_of_a_long_prompt_and_short_ones(
+    tmp_path: Path, architecture: str, flash_attn: OnOff, cache: Any, chunk: int, sizes: Sequence[int]
+) -> None:
+    """In engines with short chunks, where no other forward takes more."""
+    path = write_tiny(tmp_path, Tiny(architecture=architecture))
+    kv: dict[str, Any] = {"cache_type_k": cache, "cache_type_v": cache}
+    options = on_the_cpu(path, max_ctx=256, chunk=chunk, flash_attn=flash_attn, **kv)
+    with assembled(options, n_slots=6) as parts:
+        forwards, probe = parts.forwards, MemoryProbe(parts.backend)
+        planned = forwards.needs(probe)
+        forwards.use(replace(forwards.batching, joined_rows=range(1, chunk + 1)))
+        slots = parts.slots.slots
+        for slot, n in zip(slots, sizes, strict=False):
+            slot.n_past = 256 - n
+        each = [(slot, n, slot.n_past) for slot, n in zip(slots, sizes, strict=False)]
+        assert forwards.prompt_limits.groups(each) == [list(slots[: len(sizes)])]
+        prompts = [PromptRows(slot, tokens(n, seed=n), "last", False) for slot, n, _ in each]
+        forwards.prefill_together(prompts)
+        assert 0 < parts.ledger.by_label("CPU")["graphs"] <= planned
+
+
 # which share one
 
 

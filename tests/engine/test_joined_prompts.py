@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from pyggml_dflash import fit_report
 from pyggml_dflash.arch.base import GraphKey, OutputKind
+from pyggml_dflash.engine.batching import UNMEASURED
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.invariance import measure_batching
+from pyggml_dflash.engine.joined_invariance import measure_joined
 from pyggml_dflash.engine.joined_prompts import PromptRows
 from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.loader import load
@@ -23,6 +26,7 @@ from pyggml_dflash.engine.step import Admission, StepPlan
 from pyggml_dflash.ggml.arena import read
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import c_string, ffi, lib
+from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.pins import address
 from pyggml_dflash.options import EngineOptions, SamplingOptions
@@ -186,6 +190,41 @@ def test_so_does_one_of_a_long_prompt_and_short_ones(
         prompts = [PromptRows(slot, tokens(n, seed=n), "last", False) for slot, n, _ in each]
         forwards.prefill_together(prompts)
         assert 0 < parts.ledger.by_label("CPU")["graphs"] <= planned
+
+
+def test_looking_at_products_takes_no_more_memory_than_there_is() -> None:
+    """Whatever the chunk, a model opens with the memory that the plan names, and prompts share forwards."""
+    for chunk in (16, 33):
+        options = EngineOptions(
+            model=LLAMA, max_ctx=256, chunk=chunk, slots=8, device="CPU", threads=1, prefix_cache_max_mib=0
+        )
+        cap = sum(fit_report(options).devices[0].terms.values())
+        loaded = load(replace(options, device_cap={"CPU": cap}, fit_margin="0"), lambda _: None)
+        try:
+            assert loaded.info.joined_rows == chunk
+            assert loaded.core.stats().peak_bytes["CPU"] <= cap
+        finally:
+            loaded.core.close()
+
+
+def test_with_less_memory_to_look_at_products_fewer_rows_are_joined(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, Tiny(architecture="llama"))
+    with assembled(on_the_cpu(path, max_ctx=256, chunk=64), n_slots=2) as parts:
+        forwards, slots, whole = parts.forwards, parts.slots.slots, Ledger(caps={})
+        found = measure_joined(forwards, slots, parts.backend, whole, UNMEASURED)
+        assert found.joined_rows.stop == 65
+        less = Ledger(caps={"CPU": whole.peak("CPU") - 1})
+        found = measure_joined(forwards, slots, parts.backend, less, UNMEASURED)
+        assert found.joined_rows.stop == 49
+        found = measure_joined(forwards, slots, parts.backend, Ledger(caps={"CPU": 1000}), UNMEASURED)
+        assert not found.joined_rows
+        assert "memory" in found.joined_reason
+
+
+def test_chunks_that_are_too_short_are_given_as_the_reason() -> None:
+    with loaded_with(LLAMA, chunk=15) as loaded:
+        assert loaded.info.joined_rows == 0
+        assert loaded.info.joined_reason == "chunks of 15 rows are shorter than 16"
 
 
 # which share one

@@ -55,7 +55,7 @@ def measure_joined(
     if why is not None:
         return replace(batching, joined_reason=why)
     head = forwards.head_kind
-    wanted = [product for product in forwards.products() if product.kind != head]
+    wanted = [product for product in forwards.products() if product.kind != head or product.n_times > 1]
     work = sum(product.kind.shape[0] * product.n_out for product in wanted)  # of a row
     on_cpu = backend.info.kind in ("cpu", "rpc")
     limit = THREAD_WORK * max(1, backend.n_threads) if on_cpu else MOST_WORK

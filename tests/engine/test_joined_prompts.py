@@ -130,6 +130,19 @@ def test_logits_and_states_are_those_of_prompts_alone(
         assert left(parts, ROUNDS, joined=True) == left(parts, ROUNDS, joined=False)
 
 
+def test_weights_that_are_like_the_head_are_looked_at(tmp_path: Path) -> None:
+    """A vocabulary may be as wide as a feed-forward part, which prompts run over all their rows."""
+    f16, q6_k = ElementType.F16, ElementType.Q6_K
+    quantised = dict.fromkeys(("ffn_up.weight", "ffn_gate.weight", "output.weight"), q6_k)
+    elements = {"": f16, "attn_output.weight": f16, **quantised}
+    found = []
+    for n_vocab in (512, 768):
+        tiny = Tiny(architecture="llama", elements=elements, n_embd=256, n_ff=512, n_vocab=n_vocab, n_layer=2)
+        with measured(write_tiny(tmp_path, tiny), repack="off") as parts:
+            found.append(parts.forwards.batching.joined_rows)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
 @pytest.mark.parametrize("cache", ["f16", "f32"])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen35"])

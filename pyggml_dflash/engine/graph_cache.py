@@ -87,8 +87,9 @@ class GraphCache:
             self._kept.popitem()[1].close()
 
     def clear(self) -> None:
-        """Free every graph but not the memory; the next use of one builds it again."""
+        """Free every graph and give the memory back; the next use of one builds it again."""
         self._drop_all()
+        self._memory.start_anew()
 
     def close(self) -> None:
         """Free every graph and the memory."""

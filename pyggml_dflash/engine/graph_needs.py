@@ -20,6 +20,8 @@ from pyggml_dflash.plan.measure import Build, MemoryProbe, last_of_each_run
 if TYPE_CHECKING:
     from pyggml_dflash.engine.graphs import Forwards
 
+# Graphs of some other numbers of rows have larger gaps, of up to such a part of what those looked at take.
+LAID_OUT: Final = 8
 SHORT_TAIL: Final = 16  # rows of a prompt's last chunk below which kernels take other paths
 
 
@@ -51,7 +53,7 @@ class _Needs:
         found = [self._largest(1, self._depths)]
         if self._forwards.n_slots > 1:
             found.append(self._probe.largest((key, self._builder(key)) for key in self._batches()))
-            found.append(self._probe.largest((key, self._builder(key)) for key in self._joined()))
+            found.append(self._sharing())
         if self._forwards.recording is not None:
             found.append(self._speculation())
         chunks, end = self._chunks(), (self._n_ctx,)
@@ -84,21 +86,33 @@ class _Needs:
         rows = (self._keys(1, self._depths, slot=slot) for slot in range(n))
         return [GraphKey.batch(parts) for parts in zip(*rows, strict=True)]
 
+    def _sharing(self) -> int:
+        """Of forwards that prompts share; with room for such gaps where no chunk is far longer."""
+        found = self._probe.largest((key, self._builder(key)) for key in self._joined())
+        return found + (found // LAID_OUT if self._shared_may_be_largest else 0)
+
+    @property
+    def _shared_may_be_largest(self) -> bool:
+        return self._forwards.chunk < 2 * self._forwards.prompt_limits.most_rows
+
     def _joined(self) -> list[GraphKey]:
-        """Forwards of most rows that prompts share: of as many prompts as there may be, of two, and with the
-        largest masks of tiles."""
+        """Forwards that prompts share: of as many prompts as there may be, of two, and with the largest masks
+        of tiles. Where no chunk is far longer, also of a long prompt and a short one, which may take most."""
         forwards, limits = self._forwards, self._forwards.prompt_limits
         if forwards.why_prompts_run_alone is not None or limits.most_rows < 2:
             return []
         rows, most = limits.most_rows, min(forwards.n_slots, limits.most_prompts)
         if forwards.model.in_tiles(self._keys(2, (self._n_ctx,), slot=0)[-1]):
             most = min(most, max(2, self._n_ctx // BUCKET))
-        found = list[GraphKey]()
-        for n in {rows // most, rows // 2, *self._with_large_masks()}:
+        masks, found = self._with_large_masks(), list[GraphKey]()
+        for n in {rows // most, rows // 2, *masks}:
             n_equal = min(most, rows // n) if n else 0
             rest = (rows - n * n_equal,) if n_equal < most and rows > n * n_equal else ()
             if n_equal + len(rest) > 1:
                 found.append(self._joined_of((*(n,) * n_equal, *rest)))
+        if self._shared_may_be_largest:
+            pairs = {(rows - 1, 1), (1, rows - 1), (3, rows - 4), *((n, 1) for n in masks)}
+            found += [self._joined_of(pair) for pair in pairs if min(pair) > 0 and sum(pair) <= rows]
         return found
 
     def _joined_of(self, sizes: Sequence[int]) -> GraphKey:

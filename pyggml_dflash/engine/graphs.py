@@ -27,7 +27,7 @@ from pyggml_dflash.engine.forward_inputs import ForwardInputs
 from pyggml_dflash.engine.graph_cache import BuildCount, GraphCache, Relieve
 from pyggml_dflash.engine.graph_needs import forward_needs
 from pyggml_dflash.engine.inputs import BUCKET, Inputs, RowGather, bucketed
-from pyggml_dflash.engine.joined_prompts import PromptLimits, PromptRows
+from pyggml_dflash.engine.joined_prompts import LEAST_CHUNK, PromptLimits, PromptRows
 from pyggml_dflash.engine.prompt_streams import ONE_STREAM, PromptStreams
 from pyggml_dflash.engine.record_space import RecordSpace
 from pyggml_dflash.ggml.arena import Home, SpreadArena
@@ -98,7 +98,7 @@ class Forwards:
             self._stack = stack.pop_all()
 
     def use(self, batching: Batching) -> None:
-        """Decode as a probe found; graphs that were built before are forgotten."""
+        """Decode as a probe found; graphs that were built before are forgotten, and hold no memory."""
         self.batching = batching
         self.model = replace(self.model, paddings=batching.paddings)
         self._cache.clear()
@@ -208,11 +208,14 @@ class Forwards:
     @property
     def most_joined(self) -> int:
         """Rows of the largest forward that prompts may share on this device."""
-        return MOST_JOINED_CPU if self._backend.info.kind in ("cpu", "rpc") else MOST_JOINED
+        most = MOST_JOINED_CPU if self._backend.info.kind in ("cpu", "rpc") else MOST_JOINED
+        return min(most, self.chunk)
 
     @property
     def why_prompts_run_alone(self) -> str | None:
-        """What of the model or its devices keeps prompts from sharing a forward; None: nothing."""
+        """What keeps prompts from sharing a forward, whatever products give; None: nothing."""
+        if self.chunk < LEAST_CHUNK:
+            return f"chunks of {self.chunk} rows are shorter than {LEAST_CHUNK}"
         if len(self._backend.all) > 1:
             return "the model lies on several devices"
         if self._inputs.feeder is not None:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from pyggml_dflash.engine.batching import THREAD_WORK, Batching
 from pyggml_dflash.engine.graphs import Forwards
 from pyggml_dflash.engine.joined_prompts import PromptRows
+from pyggml_dflash.errors import DeviceMemoryError
 from pyggml_dflash.ggml.device import Backend
 from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.padding import Paddings
@@ -54,14 +55,30 @@ def measure_joined(
     if why is not None:
         return replace(batching, joined_reason=why)
     head = forwards.head_kind
-    wanted = [product for product in forwards.products() if product.kind != head]
+    wanted = [product for product in forwards.products() if product.kind != head or product.n_times > 1]
     work = sum(product.kind.shape[0] * product.n_out for product in wanted)  # of a row
     on_cpu = backend.info.kind in ("cpu", "rpc")
     limit = THREAD_WORK * max(1, backend.n_threads) if on_cpu else MOST_WORK
-    tried = (n for n in ROWS if n <= forwards.most_joined)
-    most = next((n for n in tried if work * n * n / 2 <= limit), 0)
-    if not most:
-        return replace(batching, joined_reason="comparing products of many rows would take too long")
+    why = "comparing products of many rows would take too long"
+    for most in sorted({min(n, forwards.most_joined) for n in ROWS}, reverse=True):
+        if work * most * most / 2 > limit:
+            continue
+        try:
+            joined = _joined(backend, ledger, wanted, most, batching)
+        except DeviceMemoryError:
+            why = f"comparing products of {most} rows needs more memory than there is"
+            continue
+        if not joined.joined_rows or forwards.is_host or _agree(forwards, slots, joined):
+            return joined
+        why = "whole forwards of several prompts round otherwise than those of one"
+        break
+    return replace(batching, joined_reason=why)
+
+
+def _joined(
+    backend: Backend, ledger: Ledger, wanted: Sequence[Product], most: int, batching: Batching
+) -> Batching:
+    """As far as products tell, with up to `most` rows; raises `DeviceMemoryError`."""
     with closing(ProductRunner(backend, ledger, wanted, most, most)) as runner:
         least = 1
         for product in wanted:
@@ -69,12 +86,7 @@ def measure_joined(
             if 2 * least > most:
                 return replace(batching, joined_reason=f"{_named(product)} round otherwise for fewer rows")
     reason = f"rows are the same among {least} to {most}"
-    joined = replace(batching, joined_rows=range(least, most + 1), joined_reason=reason)
-    if forwards.is_host or _agree(forwards, slots, joined):
-        return joined
-    return replace(
-        batching, joined_reason="whole forwards of several prompts round otherwise than those of one"
-    )
+    return replace(batching, joined_rows=range(least, most + 1), joined_reason=reason)
 
 
 def _named(product: Product) -> str:

@@ -136,7 +136,7 @@ class GraphAllocator(Handle):
             planned = lib.ggml_gallocr_reserve_n(self.ptr, graph.graph, *graph.homes)
             if not (planned and lib.ggml_gallocr_alloc_graph(self.ptr, graph.graph)):
                 wanted = graph.measure()
-                self._start_anew()
+                self.start_anew()
                 raise self._refusal(wanted)
         self.n_moves += self._has_moved(held)
         if self.held != held or not self._charges:
@@ -164,8 +164,8 @@ class GraphAllocator(Handle):
         device = self._backends[i].name
         return DeviceMemoryError(what=self.label, wanted=wanted[i], free=free[i], device=device)
 
-    def _start_anew(self) -> None:
-        """Drop everything: after a failure ggml's allocator has no memory, but trusts its plan."""
+    def start_anew(self) -> None:
+        """Give the memory back; after a failure ggml's allocator has none, but trusts its plan."""
         self.close()
         self.n_moves += 1
         super().__init__(new_allocator(self._backends), lib.ggml_gallocr_free, *self._backends)

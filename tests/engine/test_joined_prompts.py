@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from pyggml_dflash import fit_report
 from pyggml_dflash.arch.base import GraphKey, OutputKind
+from pyggml_dflash.engine.batching import UNMEASURED
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.invariance import measure_batching
+from pyggml_dflash.engine.joined_invariance import measure_joined
 from pyggml_dflash.engine.joined_prompts import PromptRows
 from pyggml_dflash.engine.loaded import Loaded
 from pyggml_dflash.engine.loader import load
@@ -23,6 +26,7 @@ from pyggml_dflash.engine.step import Admission, StepPlan
 from pyggml_dflash.ggml.arena import read
 from pyggml_dflash.ggml.element import ElementType
 from pyggml_dflash.ggml.ffi import c_string, ffi, lib
+from pyggml_dflash.ggml.ledger import Ledger
 from pyggml_dflash.ggml.ops import GraphBuilder
 from pyggml_dflash.ggml.pins import address
 from pyggml_dflash.options import EngineOptions, SamplingOptions
@@ -126,6 +130,19 @@ def test_logits_and_states_are_those_of_prompts_alone(
         assert left(parts, ROUNDS, joined=True) == left(parts, ROUNDS, joined=False)
 
 
+def test_weights_that_are_like_the_head_are_looked_at(tmp_path: Path) -> None:
+    """A vocabulary may be as wide as a feed-forward part, which prompts run over all their rows."""
+    f16, q6_k = ElementType.F16, ElementType.Q6_K
+    quantised = dict.fromkeys(("ffn_up.weight", "ffn_gate.weight", "output.weight"), q6_k)
+    elements = {"": f16, "attn_output.weight": f16, **quantised}
+    found = []
+    for n_vocab in (512, 768):
+        tiny = Tiny(architecture="llama", elements=elements, n_embd=256, n_ff=512, n_vocab=n_vocab, n_layer=2)
+        with measured(write_tiny(tmp_path, tiny), repack="off") as parts:
+            found.append(parts.forwards.batching.joined_rows)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
 @pytest.mark.parametrize("cache", ["f16", "f32"])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen35"])
@@ -155,6 +172,72 @@ def test_a_shared_forward_takes_no_more_memory_than_was_planned(tmp_path: Path, 
                 [PromptRows(s, tokens(n, seed=n), "last", False) for s, n in rows]
             )
             assert 0 < parts.ledger.by_label("CPU")["graphs"] <= planned
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flash_attn", "cache", "chunk", "sizes"),
+    [
+        ("qwen3", "on", "f16", 48, (40, 1)),
+        ("llama", "off", "f32", 24, (3, 20)),
+        ("llama", "off", "f16", 33, (2, 30)),
+        ("llama", "off", "f32", 65, (1, 58, 3)),
+        ("qwen35moe", "on", "f16", 24, (21, 1)),
+    ],
+)
+def test_so_does_one_of_a_long_prompt_and_short_ones(
+    tmp_path: Path, architecture: str, flash_attn: OnOff, cache: Any, chunk: int, sizes: Sequence[int]
+) -> None:
+    """In engines with short chunks, where no other forward takes more."""
+    path = write_tiny(tmp_path, Tiny(architecture=architecture))
+    kv: dict[str, Any] = {"cache_type_k": cache, "cache_type_v": cache}
+    options = on_the_cpu(path, max_ctx=256, chunk=chunk, flash_attn=flash_attn, **kv)
+    with assembled(options, n_slots=6) as parts:
+        forwards, probe = parts.forwards, MemoryProbe(parts.backend)
+        planned = forwards.needs(probe)
+        forwards.use(replace(forwards.batching, joined_rows=range(1, chunk + 1)))
+        slots = parts.slots.slots
+        for slot, n in zip(slots, sizes, strict=False):
+            slot.n_past = 256 - n
+        each = [(slot, n, slot.n_past) for slot, n in zip(slots, sizes, strict=False)]
+        assert forwards.prompt_limits.groups(each) == [list(slots[: len(sizes)])]
+        prompts = [PromptRows(slot, tokens(n, seed=n), "last", False) for slot, n, _ in each]
+        forwards.prefill_together(prompts)
+        assert 0 < parts.ledger.by_label("CPU")["graphs"] <= planned
+
+
+def test_looking_at_products_takes_no_more_memory_than_there_is() -> None:
+    """Whatever the chunk, a model opens with the memory that the plan names, and prompts share forwards."""
+    for chunk in (16, 33):
+        options = EngineOptions(
+            model=LLAMA, max_ctx=256, chunk=chunk, slots=8, device="CPU", threads=1, prefix_cache_max_mib=0
+        )
+        cap = sum(fit_report(options).devices[0].terms.values())
+        loaded = load(replace(options, device_cap={"CPU": cap}, fit_margin="0"), lambda _: None)
+        try:
+            assert loaded.info.joined_rows == chunk
+            assert loaded.core.stats().peak_bytes["CPU"] <= cap
+        finally:
+            loaded.core.close()
+
+
+def test_with_less_memory_to_look_at_products_fewer_rows_are_joined(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, Tiny(architecture="llama"))
+    with assembled(on_the_cpu(path, max_ctx=256, chunk=64), n_slots=2) as parts:
+        forwards, slots, whole = parts.forwards, parts.slots.slots, Ledger(caps={})
+        found = measure_joined(forwards, slots, parts.backend, whole, UNMEASURED)
+        assert found.joined_rows.stop == 65
+        less = Ledger(caps={"CPU": whole.peak("CPU") - 1})
+        found = measure_joined(forwards, slots, parts.backend, less, UNMEASURED)
+        assert found.joined_rows.stop == 49
+        found = measure_joined(forwards, slots, parts.backend, Ledger(caps={"CPU": 1000}), UNMEASURED)
+        assert not found.joined_rows
+        assert "memory" in found.joined_reason
+
+
+def test_chunks_that_are_too_short_are_given_as_the_reason() -> None:
+    with loaded_with(LLAMA, chunk=15) as loaded:
+        assert loaded.info.joined_rows == 0
+        assert loaded.info.joined_reason == "chunks of 15 rows are shorter than 16"
 
 
 # which share one

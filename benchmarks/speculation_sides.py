@@ -18,6 +18,7 @@ from inside import drafter_of, forwards_of, on_core
 from pyggml_dflash import Engine, GenerationResult
 from pyggml_dflash.engine.core import EngineCore
 from pyggml_dflash.engine.drafting import Backlog, Drafter, Proposal
+from pyggml_dflash.engine.prompt_steps import PromptSteps
 from pyggml_dflash.engine.sampling import Sampler
 from pyggml_dflash.engine.step_costs import measure_steps
 from pyggml_dflash.engine.width import VerifyWidth
@@ -138,9 +139,11 @@ class FakeSeat:
         fake = FakeDrafter(real, chance, forwards.model.config.n_vocab)
         width = min(forwards.recording.max_width, fake.max_drafts + 1)
         seconds = measure_steps(forwards, fake, core.slots[0], width)
+        backlogs = (Backlog(forwards, fake),)
         return {
             "_drafters": (fake,),
-            "_backlogs": (Backlog(forwards, fake),),
+            "_backlogs": backlogs,
+            "_prompts": PromptSteps(forwards, backlogs, core._failures, core.trims),
             "_control": VerifyWidth(width, seconds),
         }
 

@@ -143,7 +143,7 @@ def _check_counts(values: Sequence[Any]) -> None:
 
 def _check_length(n: int) -> None:
     if n > MAX_TEXT_CHARS:
-        raise jinja2.TemplateRuntimeError("a text or a list is too long")
+        raise jinja2.TemplateRuntimeError(f"a text or a list is longer than {MAX_TEXT_CHARS} characters")
 
 
 def _check_product(left: Any, right: Any) -> None:

@@ -286,7 +286,7 @@ def test_the_record_is_as_large_as_its_layout_says(target: Target, update: State
     with target.recording(capture_of(target), update, max_width=width, chunk=chunk) as forwards:
         assert forwards.recording is not None
         space, recording = forwards.space, forwards.recording
-        assert space.n_rows == chunk + 2 * (max(32, width) + 1)
+        assert space.n_rows == chunk + 2 * (min(max(32, width), chunk) + 1)
         layout = record_layout(target.model, recording, space.n_rows)
         (second,) = record_places(target.model, recording, n_slots=2)
         assert {t.name: t.n_bytes for t in layout} == {k: t.n_bytes for k, t in forwards.record.items()}

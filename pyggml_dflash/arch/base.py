@@ -193,7 +193,7 @@ class Step:
         """Record x [n_embd, M], the input of a trunk layer, if the drafter reads it."""
         if self.records_apart:
             for part, start in self.parts_from():
-                part.capture_layer(g, layer, rows_of(g, x, 1, start, part.key.n_tokens))
+                part.capture_layer(g, layer, g.some(x, 1, start, part.key.n_tokens))
             return
         if self.capture is None or layer not in self.capture.layers:
             return
@@ -207,7 +207,7 @@ class Step:
         """Record x [n_embd, M], what the head reads; row 0 is the one before the log's first."""
         if self.records_apart:
             for part, start in self.parts_from():
-                part.capture_hidden(g, rows_of(g, x, 1, start, part.key.n_tokens))
+                part.capture_hidden(g, g.some(x, 1, start, part.key.n_tokens))
             return
         if self.capture is None or not self.capture.hidden:
             return
@@ -250,11 +250,6 @@ State = Mapping[str, Tensor]
 Record = Mapping[str, Tensor]
 
 
-def rows_of(g: GraphBuilder, x: Tensor, dim: int, start: int, n: int) -> Tensor:
-    """`n` rows of `x` from `start` on, along its last dimension `dim`; no copy."""
-    return g.view(x, (*x.shape[:dim], n), x.strides[1 : dim + 1], start * x.strides[dim])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """Rows of one slot in a ragged forward: `n` of them from `start` on, and where they are recorded."""
@@ -266,7 +261,7 @@ class Stretch:
 
     def rows(self, g: GraphBuilder, x: Tensor, dim: int = 1) -> Tensor:
         """Its rows of `x`, whose last dimension `dim` has those of all; no copy."""
-        return rows_of(g, x, dim, self.start, self.n)
+        return g.some(x, dim, self.start, self.n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

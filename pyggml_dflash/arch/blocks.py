@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pyggml_dflash.arch.base import State, Step, rows_of
+from pyggml_dflash.arch.base import State, Step
 from pyggml_dflash.arch.tiled import attend_in_tiles, joined_heads, repeated_mask
 from pyggml_dflash.ggml.ops import GraphBuilder, RopeParams
 from pyggml_dflash.ggml.tensor import Tensor
@@ -34,7 +34,7 @@ def last_row(g: GraphBuilder, x: Tensor, step: Step) -> Tensor:
     """The last row of x [n, M], that of each joined prompt which ends, or all rows, as the output asks."""
     if step.key.output != "last" or step.key.n_tokens == 1:
         return x
-    first, *others = (rows_of(g, x, 1, row, 1) for row in step.key.rows_with_logits)
+    first, *others = (g.only(x, 1, row) for row in step.key.rows_with_logits)
     for other in others:
         first = g.concat(first, other, 1)
     return first
@@ -149,7 +149,7 @@ def attend(
     if step.parts:
 
         def alone(part: Step, start: int) -> Tensor:
-            own = attend(g, rows_of(g, q, 2, start, part.key.n_tokens), cache, part, scale)
+            own = attend(g, g.some(q, 2, start, part.key.n_tokens), cache, part, scale)
             # GPUs keep keys and values as they read them behind what fused attention gives, until that is
             # read: a copy lets the next prompt have this memory.
             return g.cont(own) if start == 0 and step.key.joins_prompts else own

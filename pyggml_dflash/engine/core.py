@@ -263,7 +263,9 @@ class EngineCore:
             rows = self._prompts.run_together(seats)
         except Exception as error:
             self._failures.note(error, *seats)
-            whole = [seat for seat in seats if self._failures.leaves_whole(seat, error)]
+            for seat in seats:
+                self._failures.set_apart(seat, error)
+            whole = [seat for seat in seats if seat.is_whole]
             lost = [seat for seat in seats if seat not in whole]
             for seat in lost:
                 self._lose(seat)

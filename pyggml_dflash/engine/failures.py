@@ -41,7 +41,7 @@ class Failures:
             return work()
         except Exception as error:
             self.note(error, seat)
-            seat.put_drafts_aside(f"drafting was put aside: {error}")
+            _undraft(seat, error)
             return None
 
     def note(self, error: Exception, *seats: Seat) -> None:
@@ -50,12 +50,10 @@ class Failures:
         places = ", ".join(f"slot {seat.slot.id} at position {seat.slot.n_past}" for seat in seats)
         LOG.warning("a step of %s failed: %s: %s", places, type(error).__name__, error)
 
-    def leaves_whole(self, seat: Seat, error: Exception) -> bool:
-        """Whether a forward that prompts shared left this one as it was; it goes on alone, undrafted."""
-        if seat.drafts:
-            seat.put_drafts_aside(f"drafting was put aside: {error}")
+    def set_apart(self, seat: Seat, error: Exception) -> None:
+        """A forward that prompts shared failed: this one shares none any more, and goes on undrafted."""
+        _undraft(seat, error)
         seat.failed_at, seat.may_join = seat.slot.n_past, False
-        return seat.is_whole
 
     def may_repeat(self, seat: Seat, error: Exception) -> bool:
         """Whether the step may be tried once more; it then has no drafts."""
@@ -63,10 +61,15 @@ class Failures:
 
     def may_regain(self, seat: Seat, error: Exception) -> bool:
         """Whether the step may be tried once more in a state that is good; it then has no drafts."""
-        if seat.drafts:
-            seat.put_drafts_aside(f"drafting was put aside: {error}")
+        _undraft(seat, error)
         n_past, in_prompt = seat.slot.n_past, seat.phase == "prefill"
         # the allocation of a prompt's graph was repeated already, after scratch was given back
         is_last = seat.failed_at == n_past or (in_prompt and isinstance(error, DeviceMemoryError))
         seat.failed_at = n_past
         return not is_last
+
+
+def _undraft(seat: Seat, error: Exception) -> None:
+    """Have a sequence go on without its drafter, where it had one."""
+    if seat.drafts:
+        seat.put_drafts_aside(f"drafting was put aside: {error}")

@@ -242,9 +242,7 @@ class Forwards:
     def picks(self, slot: Slot, tokens: Sequence[int]) -> list[npt.NDArray[np.int32]]:
         """Run up to `chunk` prompt tokens behind what the slot has: per layer with experts which were chosen,
         I32 [n_tokens, n_used]."""
-        n, n_past = len(tokens), slot.n_past
-        n_kv = bucketed(n_past + n)
-        key = GraphKey(n_tokens=n, n_kv=n_kv, slot=slot.id, output="all", form=self.form(n_past, n, n_kv))
+        key = self._chunk_key(PromptRows(slot, tokens, "all", False))
         self._inputs.fill_chunk(slot, tokens, (key,))
         builder, _ = self._build_chunk((key,))
         try:

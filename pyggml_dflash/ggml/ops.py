@@ -323,6 +323,10 @@ class GraphBuilder:
         shape = tuple(1 if j == dim else n for j, n in enumerate(x.shape[:n_dims]))
         return self.view(x, shape, x.strides[1:n_dims], i * x.strides[dim])
 
+    def some(self, x: Tensor, dim: int, start: int, n: int) -> Tensor:
+        """`n` elements from `start` on along `dim`, the last dimension of `x`; no copy."""
+        return self.view(x, (*x.shape[:dim], n), x.strides[1 : dim + 1], start * x.strides[dim])
+
     def cont(self, x: Tensor) -> Tensor:
         """A contiguous copy."""
         return self._new(lib.ggml_cont(self._c, x.ptr))

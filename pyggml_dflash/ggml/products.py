@@ -144,8 +144,7 @@ class ProductRunner:
     def _difference(self, g: GraphBuilder, product: Product, whole: Tensor, window: Window) -> Tensor:
         """[1, rows]: zero for rows that are as in the whole, NaN for what is no number."""
         start, n = window
-        dim = 2 if product.n_used else 1
-        among = g.view(whole, (*whole.shape[:dim], n), whole.strides[1 : dim + 1], start * whole.strides[dim])
+        among = g.some(whole, 2 if product.n_used else 1, start, n)
         apart = g.abs(g.sub(self._window(g, product, start, n), among))
         return g.sum_rows(g.reshape(apart, product.n_out, n))
 

@@ -125,9 +125,9 @@ class SnapshotStore:
         except BaseException:
             room.arena.close()
             raise
-        self.counters.n_captured += 1
-        self.counters.captured_bytes += sum(strip.n_bytes for strip in contents.all_strips)
         counters = self.counters
+        counters.n_captured += 1
+        counters.captured_bytes += sum(strip.n_bytes for strip in contents.all_strips)
         counters.capture_times = counters.capture_times.including(time.perf_counter() - started)
         return Snapshot(contents, room, self.memory)
 
@@ -219,9 +219,9 @@ class SnapshotStore:
                 companion.forget()
             raise
         slot.resume(n_past, contents.tokens[:n_past][-RECENT_TOKENS:].tolist())
-        self.counters.n_restored += 1
-        self.counters.restored_bytes += sum(part.strip.n_bytes for part in parts)
         counters = self.counters
+        counters.n_restored += 1
+        counters.restored_bytes += sum(part.strip.n_bytes for part in parts)
         counters.restore_times = counters.restore_times.including(time.perf_counter() - started)
 
     def _ready_companion(self, contents: Contents, companion: Companion) -> tuple[Part, ...]:

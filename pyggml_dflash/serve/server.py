@@ -112,8 +112,8 @@ class _Server(uvicorn.Server):
     async def hang_up(self) -> None:
         """Close what connections are left, once their clients had the time for a last word."""
         state = self.server_state
-        for patience_s in (LAST_WORDS_S, LAST_WORDS_S):
-            end_s = time.monotonic() + patience_s
+        for _ in range(2):  # what answers do once they are cut off takes a while, too
+            end_s = time.monotonic() + LAST_WORDS_S
             while (state.connections or state.tasks) and time.monotonic() < end_s:
                 await asyncio.sleep(0.02)
             for connection in list(state.connections):

@@ -101,6 +101,12 @@ def check_text(name: str, value: object) -> None:
         raise refusal(name, value, "it must be text")
 
 
+def check_path(name: str, value: object) -> None:
+    """Refuse what is neither None nor a `pathlib.Path`."""
+    if value is not None and not isinstance(value, Path):
+        raise refusal(name, value, "it must be a pathlib.Path or None")
+
+
 def check_callback(name: str, value: object) -> None:
     """Refuse what is neither None nor can be called."""
     if value is not None and not callable(value):
@@ -225,8 +231,7 @@ class EngineOptions:
     nfc: bool = True  # Unicode NFC before tokenizing where the model was trained so; False: as llama.cpp
 
     def __post_init__(self) -> None:
-        if self.model is not None and not isinstance(self.model, Path):
-            raise refusal("model", self.model, "it must be a pathlib.Path or None")
+        check_path("model", self.model)
         self._check_memory()
         check_int_or_auto("chunk", self.chunk, 1, 32768)
         if self.device is not None and not isinstance(self.device, str):
@@ -242,8 +247,7 @@ class EngineOptions:
         check_choice("repack", self.repack, get_args(Switch))
         check_flag("allow_batch_variance", self.allow_batch_variance)
         check_flag("nfc", self.nfc)
-        if self.chat_template is not None and not isinstance(self.chat_template, Path):
-            raise refusal("chat_template", self.chat_template, "it must be a pathlib.Path or None")
+        check_path("chat_template", self.chat_template)
         self._check_speculation()
         self._check_stored()
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
@@ -289,8 +293,7 @@ class EngineOptions:
         for option in ("expert_device", "kv_overflow_device"):
             if getattr(self, option) is not None and not isinstance(getattr(self, option), str):
                 raise refusal(option, getattr(self, option), "it must be a device's name or None")
-        if self.expert_placement is not None and not isinstance(self.expert_placement, Path):
-            raise refusal("expert_placement", self.expert_placement, "it must be a pathlib.Path or None")
+        check_path("expert_placement", self.expert_placement)
         check_int("expert_budget_mib", self.expert_budget_mib, 0)
         check_stream_experts(self.stream_experts)
         check_choice("expert_memory", self.expert_memory, get_args(HostMemory))
@@ -302,8 +305,7 @@ class EngineOptions:
         check_choice("spec", self.spec, get_args(Spec))
         check_choice("mtp_convention", self.mtp_convention, get_args(MtpConvention))
         check_choice("draft_causal", self.draft_causal, get_args(DraftCausal))
-        if self.draft is not None and not isinstance(self.draft, Path):
-            raise refusal("draft", self.draft, "it must be a pathlib.Path or None")
+        check_path("draft", self.draft)
         if self.spec == "dflash" and self.draft is None and self.model is not None:
             raise refusal("spec", self.spec, "it needs a draft")
         check_spec_width(self.spec_width)
@@ -312,8 +314,7 @@ class EngineOptions:
         check_int_or_auto("prefix_cache_max_mib", self.prefix_cache_max_mib, 0)
         check_int("prefix_cache_entries", self.prefix_cache_entries, 1, MAX_PREFIXES)
         check_choice("snapshot_memory", self.snapshot_memory, get_args(HostMemory))
-        if self.kv_cache_dir is not None and not isinstance(self.kv_cache_dir, Path):
-            raise refusal("kv_cache_dir", self.kv_cache_dir, "it must be a pathlib.Path or None")
+        check_path("kv_cache_dir", self.kv_cache_dir)
         if self.kv_cache_dir is not None and not self.stores_states:
             raise refusal("prefix_cache_max_mib", 0, "it must be more with a kv_cache_dir, or 'auto'")
         check_int("kv_cache_budget", self.kv_cache_budget, 1)

@@ -75,6 +75,8 @@ def test_defaults_are_accepted_and_greedy() -> None:
         (EngineOptions, "allow_batch_variance", [True, False], [1, "no", None]),
         (EngineOptions, "draft", [None, Path("x")], ["x", b"x"]),
         (EngineOptions, "chat_template", [None, Path("x")], ["x", b"x", 0]),
+        (EngineOptions, "expert_placement", [None, Path("x")], ["x", b"x", 0]),
+        (EngineOptions, "kv_cache_dir", [None, Path("x")], ["x", b"x", 0]),
         (EngineOptions, "draft_causal", ["auto", "none", "swa", "all"], [None, False, "SWA", "full"]),
         (SamplingOptions, "temperature", [0, 0.0, 1e-30, 100], [-0.1, 100.1, None]),
         (SamplingOptions, "top_k", [0, 1, 2**31 - 1], [-1, 1.0, 2**31]),

@@ -2,7 +2,7 @@
 
 Jinja's sandbox keeps a template away from Python's objects. This one bounds its work, too: every round of a
 loop and every call looks at the time, and what makes a text grow looks at its length. A single operation is
-not interrupted, so a format with a huge width still takes the memory of one such text.
+not interrupted, so a format with a huge width or a replacement still takes the memory of one such text.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pyggml_dflash.model.tokenizer import MAX_TEXT_CHARS
 RENDER_S: Final = 10.0  # of a processor, for one conversation; long ones take some tenths of a second
 MAX_WRITTEN_CHARS: Final = 8 * MAX_TEXT_CHARS  # what a macro or a block writes counts where it is shown, too
 MAX_NUMBER_BITS: Final = 4096
-MAX_COUNT: Final = (
-    100_000  # of columns or items that a filter or a method is told to make; Jinja's for ranges
-)
+MAX_BASE: Final = 2**32
+MAX_EXPONENT: Final = 64
+MAX_COUNT: Final = 100_000  # columns or items that a filter or a method is to make; Jinja's limit of ranges
 _COUNTING: Final = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})  # methods of texts
 _COUNTING_FILTERS: Final = ("batch", "center", "indent", "slice")
 
@@ -84,13 +84,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Call something for a template."""
         self.tick()
         if getattr(function, "__name__", "") in _COUNTING:
-            _check_counts(args)
+            _check_counts([*args, *options.values()])
         return super().call(context, function, *args, **options)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """What an operator gives, if that is not too much."""
-        if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 64):
-            raise jinja2.TemplateRuntimeError("a power is too large")
+        if operator == "**" and not (abs(left) <= MAX_BASE and abs(right) <= MAX_EXPONENT):
+            problem = f"a power is of more than {MAX_BASE} or to more than {MAX_EXPONENT}"
+            raise jinja2.TemplateRuntimeError(problem)
         if operator == "*":
             _check_product(left, right)
         if operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
@@ -143,13 +144,14 @@ def _check_counts(values: Sequence[Any]) -> None:
 
 def _check_length(n: int) -> None:
     if n > MAX_TEXT_CHARS:
-        raise jinja2.TemplateRuntimeError(f"a text or a list is longer than {MAX_TEXT_CHARS} characters")
+        problem = f"a text or a list is longer than {MAX_TEXT_CHARS} characters or items"
+        raise jinja2.TemplateRuntimeError(problem)
 
 
 def _check_product(left: Any, right: Any) -> None:
     size, times = (right, left) if isinstance(left, int) else (left, right)
-    if isinstance(size, (str, list, tuple)) and len(size) * max(times, 0) > MAX_TEXT_CHARS:
-        raise jinja2.TemplateRuntimeError("a repetition is too long")
+    if isinstance(size, (str, list, tuple)):
+        _check_length(len(size) * max(times, 0))
     are_whole = isinstance(size, int) and isinstance(times, int)
     if are_whole and size.bit_length() + times.bit_length() > MAX_NUMBER_BITS:
-        raise jinja2.TemplateRuntimeError("a product is too large")
+        raise jinja2.TemplateRuntimeError(f"a product has more than {MAX_NUMBER_BITS} bits")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import UsageError
 from pyggml_dflash.requests import Constraint
 
 Tool = dict[str, Any]
+OWN_FORMS: Final = ("json_schema", "grammar", "regex")  # fields that OpenAI has no words for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,8 @@ def format_of(format: Mapping[str, Any] | None) -> Constraint | None:
 
 
 def fields_of(body: Mapping[str, Any]) -> dict[str, Constraint | None]:
-    """What the fields that OpenAI has no words for hold an answer to, each by its name."""
-    schema, grammar, regex = (body.get(name) for name in ("json_schema", "grammar", "regex"))
+    """What those of `OWN_FORMS` hold an answer to, each by its name."""
+    schema, grammar, regex = (body.get(name) for name in OWN_FORMS)
     return {
         "json_schema": None if schema is None else Constraint.json_schema(schema),
         "grammar": None if grammar is None else Constraint(kind="grammar", text=grammar),

@@ -36,13 +36,11 @@ class _JsonRequest(Request):
         data = await self.body()
         try:
             return read_json(data.decode("utf-8-sig"))
-        except json.JSONDecodeError as error:  # FastAPI passes on no more than its words
-            raise json.JSONDecodeError(str(error), "", 0) from error
         except UnicodeDecodeError as error:
             at = len(data) - len(error.object) + error.start  # behind a mark of the order of bytes
             reason = f"it is not UTF-8: byte {at} is {data[at]:#04x}"
             raise json.JSONDecodeError(reason, "", 0) from error
-        except ValueError as error:
+        except ValueError as error:  # FastAPI passes on no more than the words of a JSON error
             raise json.JSONDecodeError(str(error), "", 0) from error
 
 

@@ -112,8 +112,8 @@ class _Server(uvicorn.Server):
     async def hang_up(self) -> None:
         """Close what connections are left, once their clients had the time for a last word."""
         state = self.server_state
-        for patience_s in (LAST_WORDS_S, LAST_WORDS_S):
-            end_s = time.monotonic() + patience_s
+        for _ in range(2):  # what answers do once they are cut off takes a while, too
+            end_s = time.monotonic() + LAST_WORDS_S
             while (state.connections or state.tasks) and time.monotonic() < end_s:
                 await asyncio.sleep(0.02)
             for connection in list(state.connections):
@@ -160,9 +160,11 @@ class _Run:
             await self._server.serve(sockets=[listener])
         finally:
             self._server.should_exit = True
-            await load
-            await self._end()
-            await self._server.hang_up()
+            try:
+                await load
+            finally:
+                await self._end()
+                await self._server.hang_up()
 
     async def _end(self) -> None:
         """Close the engine, which ends every answer."""
@@ -170,17 +172,16 @@ class _Run:
             await asyncio.to_thread(self._service.engine.close)
 
     async def _load(self, url: str) -> None:
-        """Open the engine, unless the server is told to stop before."""
+        """Open the engine, unless the server is told to stop before; what fails ends the server."""
         try:
             engine = await asyncio.to_thread(Engine, self._engine_options, progress=self._report)
-        except Cancelled:
-            return
-        except BaseException:
+            self._service.open(engine)
+            if self._ready is not None:
+                self._ready(engine, url)
+        except BaseException as error:
             self._server.should_exit = True
-            raise
-        self._service.open(engine)
-        if self._ready is not None:
-            self._ready(engine, url)
+            if not isinstance(error, Cancelled):
+                raise
 
     def _report(self, progress: Progress) -> None:
         if self._server.should_exit:

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from pyggml_dflash.api import Engine
 from pyggml_dflash.errors import EngineClosed
 from pyggml_dflash.openai.asks import Defaults, other_model
+from pyggml_dflash.openai.forms import OWN_FORMS
 from pyggml_dflash.requests import EngineStats, GenerationResult
 from pyggml_dflash.serve.desk import Desk
 from pyggml_dflash.serve.metrics import Metrics
@@ -20,7 +21,7 @@ from pyggml_dflash.serve.problems import Problem
 from pyggml_dflash.serve.settings import ServeOptions
 
 # What may hold an answer to a form, whose compiling takes seconds where somebody means it to.
-FORMS: Final = frozenset({"response_format", "regex", "grammar", "text", "output_config", "tools"})
+FORMS: Final = frozenset({*OWN_FORMS, "response_format", "text", "output_config", "tools"})
 N_COMPILING: Final = 2  # requests with one that are read at once; others need not wait for them
 READ_S: Final = 0.25  # how long a report waits for an engine that computes, before it shows what it knows
 

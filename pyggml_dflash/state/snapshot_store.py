@@ -43,16 +43,24 @@ TOO_LONG: Final = "longer than the context"
 class SnapshotCounters:
     """What became of captures and restores; bytes are those of strips, seconds include the last copy."""
 
-    n_captured: int = 0
     captured_bytes: int = 0
     capture_times: Histogram = field(default_factory=Histogram)
-    n_restored: int = 0
     restored_bytes: int = 0
     restore_times: Histogram = field(default_factory=Histogram)
     n_without_companion: int = 0  # captures and restores that had to leave a companion's strips out
     skipped: Counter[str] = field(default_factory=Counter)  # captures and loads not tried, by reason
     failed: Counter[str] = field(default_factory=Counter)  # captures and loads that failed, by reason
     refused: Counter[str] = field(default_factory=Counter)  # restores, by reason
+
+    @property
+    def n_captured(self) -> int:
+        """How many states were captured."""
+        return self.capture_times.n
+
+    @property
+    def n_restored(self) -> int:
+        """How many states were restored."""
+        return self.restore_times.n
 
     @property
     def capture_gbs(self) -> float:
@@ -125,9 +133,8 @@ class SnapshotStore:
         except BaseException:
             room.arena.close()
             raise
-        self.counters.n_captured += 1
-        self.counters.captured_bytes += sum(strip.n_bytes for strip in contents.all_strips)
         counters = self.counters
+        counters.captured_bytes += sum(strip.n_bytes for strip in contents.all_strips)
         counters.capture_times = counters.capture_times.including(time.perf_counter() - started)
         return Snapshot(contents, room, self.memory)
 
@@ -219,9 +226,8 @@ class SnapshotStore:
                 companion.forget()
             raise
         slot.resume(n_past, contents.tokens[:n_past][-RECENT_TOKENS:].tolist())
-        self.counters.n_restored += 1
-        self.counters.restored_bytes += sum(part.strip.n_bytes for part in parts)
         counters = self.counters
+        counters.restored_bytes += sum(part.strip.n_bytes for part in parts)
         counters.restore_times = counters.restore_times.including(time.perf_counter() - started)
 
     def _ready_companion(self, contents: Contents, companion: Companion) -> tuple[Part, ...]:

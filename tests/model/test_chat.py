@@ -236,6 +236,24 @@ def test_what_a_template_makes_cannot_grow_without_bounds(source: str, tokenizer
         render(source, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        ("{{ 2 ** 65 }}", "a power is of more than 4294967296 or to more than 64"),
+        ("{{ 5 * 'ab' * 1000000 }}", "longer than 8388608 characters or items"),
+        ("{{ [1] * 9000000 }}", "longer than 8388608 characters or items"),
+        ("{{ 2 ** 64 * " + "2 ** 64 * " * 99 + "1 }}", "a product has more than 4096 bits"),
+        ("{{ '\\t'.expandtabs(100001) }}", "more than 100000 columns or items"),
+        ("{{ '\\t'.expandtabs(tabsize=100001) }}", "more than 100000 columns or items"),
+    ],
+)
+def test_what_is_too_much_for_a_template_is_told_with_what_would_work(
+    source: str, limit: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(limit)):
+        render(source, tokenizer)
+
+
 def test_bounds_change_nothing_for_a_template_that_keeps_them(tokenizer: Tokenizer) -> None:
     source = (
         "{% macro line(m) %}{{ m.role ~ ': ' ~ m.content ~ 1 }}{{ caller() if caller else '' }}{% endmacro %}"

@@ -157,6 +157,18 @@ def test_a_model_that_cannot_be_opened_ends_the_server() -> None:
         serve(options, ServeOptions(port=0))
 
 
+def test_what_the_caller_fails_with_ends_the_server_and_closes_the_engine() -> None:
+    opened: list[Engine] = []
+
+    def ready(engine: Engine, url: str) -> None:
+        opened.append(engine)
+        raise OSError("nobody reads what is told")
+
+    with pytest.raises(OSError, match="nobody reads"):
+        serve(EngineOptions(model=QWEN3, device="CPU", threads=1), ServeOptions(port=0), ready=ready)
+    assert not opened[0].alive
+
+
 def test_an_address_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

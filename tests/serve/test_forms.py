@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from pyggml_dflash import Engine
 from pyggml_dflash.engine import constraint
+from pyggml_dflash.requests import Constraint
 from tests.engine.hostile import edited
 from tests.engine.tiny import opened
 from tests.serve.live import CHAT, PATIENCE_S, STORY, Live, events, live
@@ -261,6 +262,44 @@ def test_calls_that_cannot_come_are_refused(caller: Live, fields: dict[str, Any]
     answer = caller.post(CHAT, {"messages": STORY, **fields})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+NAMED: Final = {"type": "json_schema", "name": "fox", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        (CHAT, {"response_format": FORMAT}),
+        (CHAT, {"json_schema": SCHEMA}),
+        (CHAT, {"grammar": 'start: "yes"'}),
+        (CHAT, {"regex": "[0-9]{3}"}),
+        (CHAT, {"tools": TOOLS, "tool_choice": "required"}),
+        ("/v1/completions", {"json_schema": SCHEMA}),
+        ("/v1/responses", {"text": {"format": NAMED}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else next(iter(given)),
+)
+def test_every_form_is_compiled_where_nobody_else_waits(
+    caller: Live, path: str, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    check = caller.engine.check_constraint
+
+    def checked(constraint: Constraint) -> None:
+        threads.append(threading.current_thread().name)
+        check(constraint)
+
+    monkeypatch.setattr(caller.engine, "check_constraint", checked)
+    asked = {
+        "/v1/completions": {"prompt": "Once", "max_tokens": 2},
+        "/v1/responses": {"input": STORY, "max_output_tokens": 2},
+    }.get(path, {"messages": STORY, "max_tokens": 2})
+    answer = caller.post(path, {**asked, **form})
+    assert answer.status_code == 200, answer.text
+    assert threads
+    assert all(name.startswith("dflash-forms") for name in threads)
 
 
 def test_requests_without_a_form_do_not_wait_for_those_with_one(
